@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run's configuration: one YAML file, ``--set`` overrides, everything checked before it starts.
+
+Each section is a frozen dataclass; those that belong to one module are defined there. A file may
+name another one as its ``base`` and then holds only what differs.
+"""
+
+import dataclasses
+import difflib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from megatron.rl.errors import UserError
+from megatron.rl.parallel import ParallelConfig
+from pdm import PolicyLossConfig
+
+# vLLM returns at most as many log-probs as it was started with; rollouts of more than this are no
+# longer compact (8 bytes an entry a token).
+MAX_TOP_LOGPROBS = 512
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What is this run, and where does it put its files."""
+
+    name: str = "run"
+    folder: str = "runs"
+    """A new folder ``<folder>/<name>-<date>-<time>`` is made here."""
+    seed: int = 1
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    export: bool = True
+    """Write the final policy as a Hugging Face checkpoint, ``policy/`` in the run folder."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The starting policy."""
+
+    path: str = ""
+    """A Hugging Face model folder: config.json, weights in safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Prompts with verifiable rewards."""
+
+    name: str = ""
+    """``reasoning_gym/<data set>``."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Settings of the data set."""
+    exact: bool = False
+    """Reward 1 for a full score and 0 otherwise, instead of the task's partial credit."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How responses are sampled from the current policy."""
+
+    prompts: int = 64
+    """Prompts in a rollout batch."""
+    group_size: int = 8
+    """Responses to each prompt."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_prompt_tokens: int = 2048
+    max_response_tokens: int = 8192
+    top_logprobs: int = 20
+    """K: behavior log-probs recorded beside the sampled token's."""
+    max_num_seqs: int = 256
+    """Sequences that the engine runs at once."""
+    dtype: Literal["same", "float32", "bfloat16"] = "same"
+    """Precision of the engine's weights; ``same`` as model.dtype."""
+    python: str | None = None
+    """Interpreter that has vLLM, where it is not the trainer's own."""
+    threads: int | None = None
+    """CPU threads of the engine; by default one a core."""
+    kv_cache_gib: float = 1.0
+    """KV cache of an engine on CPU."""
+    start_timeout_s: float = 600.0
+    stall_timeout_s: float = 300.0
+    """An engine that reports no progress for so long is restarted."""
+    max_restarts: int = 2
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``vllm.LLM``, under their own names."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """From rollouts to optimizer steps."""
+
+    rollouts: int = 100
+    """Rollout batches; each is sampled from the policy that the one before left behind."""
+    minibatch_prompts: int = 16
+    """Prompts an optimizer step; the behavior policy stays the one that sampled them."""
+    epochs: int = 1
+    """Passes over a rollout batch."""
+    micro_batch_tokens: int = 16384
+    """Input tokens packed into one forward pass of a rank."""
+    learning_rate: float = 1e-6
+    min_learning_rate: float = 0.0
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    advantage_normalize: Literal["std", "none"] = "std"
+    advantage_scale: float = 1.0
+    """Multiplies every advantage; 0 is the control experiment in which nothing may be learnt."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Mean reward on held-out prompts, before, during and after training."""
+
+    prompts: int = 256
+    every: int = 0
+    """Evaluate after every so many rollout batches; 0: only at the start and at the end."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """How the head computes the loss."""
+
+    head: Literal["reference"] = "reference"
+    logits_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """Any further field of Megatron's own configs, under its own name."""
+
+    transformer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that defines a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """Read a config file, apply ``key=value`` overrides, check everything that needs no model.
+
+    Raises:
+        UserError: no such file, bad YAML, an unknown key, a value of the wrong type or out of
+            range; the message names the key and what would be right.
+    """
+    tree = _read_tree(Path(path), seen=())
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Turn nested dicts into a checked :class:`Config`; see :func:`load_config`."""
+    _refuse_unknown_keys(tree, Config, "")
+    try:
+        config: Config = TypeAdapter(Config).validate_python(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+        message = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"{key}: {message}, got {first['input']!r}") from None
+    _check_ranges(config)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """Return the config as YAML that :func:`load_config` reads back to an equal one."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"no such config file: {path}")
+    if path in seen:
+        raise UserError(f"{path}: base files form a circle")
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected sections of settings, found {type(tree).__name__}")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    return _merge(_read_tree(path.parent / base, (*seen, path)), tree)
+
+
+def _merge(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in tree.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {override}: expected key=value, for example loss.direction=exact")
+    *sections, name = key.strip().split(".")
+    node = tree
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise UserError(f"--set {override}: {section} is a value, not a section")
+        node = child
+    try:
+        node[name] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        node[name] = text
+
+
+def _refuse_unknown_keys(tree: dict[str, Any], schema: type, prefix: str) -> None:
+    known = {f.name for f in dataclasses.fields(schema)}
+    hints = typing.get_type_hints(schema)
+    for key, value in tree.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            raise UserError(f"unknown setting {prefix}{key}; {hint}")
+        section = hints[key]
+        if dataclasses.is_dataclass(section) and isinstance(section, type):
+            if not isinstance(value, dict):
+                raise UserError(f"{prefix}{key}: expected a section of settings, got {value!r}")
+            _refuse_unknown_keys(value, section, f"{prefix}{key}.")
+
+
+def _check_ranges(config: Config) -> None:
+    _require(bool(config.model.path), "model.path", "a Hugging Face model folder", "")
+    _require(bool(config.task.name), "task.name", "a task, reasoning_gym/<data set>", "")
+    positive = {
+        "rollout": ("prompts", "group_size", "max_prompt_tokens", "max_response_tokens",
+                    "max_num_seqs", "temperature", "kv_cache_gib", "start_timeout_s",
+                    "stall_timeout_s"),
+        "train": ("minibatch_prompts", "epochs", "micro_batch_tokens", "learning_rate",
+                  "clip_grad"),
+        "eval": ("prompts",),
+    }  # fmt: skip
+    for section, names in positive.items():
+        for name in names:
+            value = getattr(getattr(config, section), name)
+            _require(value > 0, f"{section}.{name}", "a positive number", value)
+    _require(config.train.rollouts >= 0, "train.rollouts", "0 or more", config.train.rollouts)
+    _check_rollout(config.rollout)
+    _require(
+        config.train.minibatch_prompts <= config.rollout.prompts,
+        "train.minibatch_prompts",
+        f"at most rollout.prompts ({config.rollout.prompts})",
+        config.train.minibatch_prompts,
+    )
+
+
+def _check_rollout(rollout: RolloutConfig) -> None:
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        value = getattr(rollout, name)
+        if value != off:
+            raise UserError(
+                f"rollout.{name} is {value}, expected {off}: it changes the support of the "
+                "behavior policy, so that its log-probs and the trainer's no longer belong to the "
+                "same distribution (evaluation has eval.top_p of its own)"
+            )
+    _require(
+        1 <= rollout.top_logprobs <= MAX_TOP_LOGPROBS,
+        "rollout.top_logprobs",
+        f"1 to {MAX_TOP_LOGPROBS} (the engine's limit)",
+        rollout.top_logprobs,
+    )
+
+
+def _require(condition: bool, setting: str, expected: str, value: object) -> None:
+    if not condition:
+        raise UserError(f"{setting}: expected {expected}, got {value!r}")
+
+

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Hugging Face ``config.json`` says about a model, checked."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.rl.errors import UserError
+
+# model_type in config.json -> has experts.
+SUPPORTED_MODEL_TYPES = {"qwen3": False, "qwen3_moe": True}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a Qwen3 or Qwen3-MoE language model.
+
+    Every field has the value of the Hugging Face key named beside it; ``num_experts`` is 0 for a
+    dense model, and then the ``moe_*`` fields and ``experts_per_token`` are 0 too.
+    """
+
+    model_type: str
+    num_layers: int  # num_hidden_layers
+    hidden_size: int
+    ffn_hidden_size: int  # intermediate_size
+    num_heads: int  # num_attention_heads
+    num_groups: int  # num_key_value_heads
+    head_dim: int
+    vocab_size: int
+    max_positions: int  # max_position_embeddings
+    rope_theta: float
+    norm_eps: float  # rms_norm_eps
+    tied_embeddings: bool  # tie_word_embeddings
+    num_experts: int = 0  # num_experts or num_local_experts
+    experts_per_token: int = 0  # num_experts_per_tok
+    moe_ffn_hidden_size: int = 0  # moe_intermediate_size
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+
+def read_architecture(model_path: str | Path) -> Architecture:
+    """Read and check ``config.json`` in a Hugging Face model folder.
+
+    Raises:
+        UserError: no such folder or file, or a model that is not built in exactly the way that
+            this project converts; the message names the key.
+    """
+    config_path = Path(model_path) / "config.json"
+    if not config_path.is_file():
+        raise UserError(
+            f"model.path: expected a Hugging Face model folder with config.json, found none in "
+            f"{model_path}"
+        )
+    return parse_architecture(json.loads(config_path.read_text()))
+
+
+def parse_architecture(config: dict[str, Any]) -> Architecture:
+    """Turn the content of a ``config.json`` into an :class:`Architecture`; see there."""
+    model_type = config.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise UserError(
+            f"model.path: model_type is {model_type!r}, supported are "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    _refuse_variants(config)
+    heads = config["num_attention_heads"]
+    moe: dict[str, int] = {}
+    if SUPPORTED_MODEL_TYPES[model_type]:
+        moe = {
+            "num_experts": config.get("num_experts") or config["num_local_experts"],
+            "experts_per_token": config["num_experts_per_tok"],
+            "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        }
+    return Architecture(
+        model_type=model_type,
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        num_heads=heads,
+        num_groups=config["num_key_value_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        rope_theta=float(_rope(config).get("rope_theta", config.get("rope_theta", 10000.0))),
+        norm_eps=config["rms_norm_eps"],
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        **moe,
+    )
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    # transformers 5 writes rope_parameters; earlier releases rope_theta beside rope_scaling.
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _refuse_variants(config: dict[str, Any]) -> None:
+    """Refuse the options of these model types that no released checkpoint uses."""
+    rope_type = _rope(config).get("rope_type") or _rope(config).get("type") or "default"
+    is_moe = SUPPORTED_MODEL_TYPES[config["model_type"]]
+    checks = {
+        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
+        "attention_bias": (bool(config.get("attention_bias", False)), False),
+        "use_sliding_window": (bool(config.get("use_sliding_window", False)), False),
+        "rope_type": (rope_type, "default"),
+    }
+    if is_moe:
+        checks["decoder_sparse_step"] = (config.get("decoder_sparse_step", 1), 1)
+        checks["mlp_only_layers"] = (config.get("mlp_only_layers") or [], [])
+        checks["norm_topk_prob"] = (bool(config.get("norm_topk_prob", False)), True)
+    for key, (value, expected) in checks.items():
+        if value != expected:
+            raise UserError(
+                f"model.path: {key} in config.json is {value!r}; only {expected!r} is supported"
+            )

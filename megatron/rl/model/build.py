@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the Megatron-Core model of a Hugging Face architecture."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.rl import cpu_backend
+from megatron.rl.errors import UserError
+from megatron.rl.model.architecture import Architecture
+from megatron.rl.model.cpu_modules import CPUSpecProvider
+from megatron.rl.parallel import ParallelConfig
+
+# Rows of the embedding and the head are padded to a multiple of this times TP
+# (Megatron's own default, so that its checkpoints fit).
+VOCAB_DIVISIBLE_BY = 128
+
+# Set by this module from the model, the layout or the loss contract; a user who sets one of them
+# under megatron.transformer would break what relies on it.
+RESERVED_TRANSFORMER_FIELDS = frozenset(
+    {
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+        "kv_channels", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",
+        "normalization", "layernorm_epsilon", "gated_linear_unit", "activation_func",
+        "add_bias_linear", "add_qkv_bias", "qk_layernorm", "hidden_dropout", "attention_dropout",
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+        "calculate_per_token_loss", "variable_seq_lengths", "params_dtype", "pipeline_dtype",
+        "bf16", "fp16", "use_cpu_initialization", "perform_initialization",
+        "mtp_num_layers", "defer_embedding_wgrad_compute",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What is not in the architecture: precision and any other field of ``TransformerConfig``."""
+
+    dtype: torch.dtype = torch.float32
+    transformer: dict[str, Any] = field(default_factory=dict)
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Return the number of embedding rows: a multiple of 128 x TP, as Megatron pads it."""
+    multiple = VOCAB_DIVISIBLE_BY * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(
+    model: Architecture, layout: ParallelConfig, options: BuildOptions
+) -> TransformerConfig:
+    """Return Megatron's config of the model in this layout.
+
+    Raises:
+        UserError: an unknown or reserved field in ``options.transformer``, or a value that
+            Megatron refuses.
+    """
+    known = {f.name for f in fields(TransformerConfig)}
+    for name in options.transformer:
+        if name not in known:
+            raise UserError(f"megatron.transformer.{name}: TransformerConfig has no such field")
+        if name in RESERVED_TRANSFORMER_FIELDS:
+            raise UserError(
+                f"megatron.transformer.{name} is set from the model, the layout or the loss; "
+                "remove it"
+            )
+    settings = _architecture_fields(model) | _layout_fields(layout, options) | options.transformer
+    try:
+        return TransformerConfig(**settings)
+    except (ValueError, AssertionError) as error:
+        raise UserError(f"megatron-core refuses this model and layout: {error}") from error
+
+
+def _architecture_fields(model: Architecture) -> dict[str, Any]:
+    settings: dict[str, Any] = dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_groups,
+        kv_channels=model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    if model.is_moe:
+        settings |= dict(
+            num_moe_experts=model.num_experts,
+            moe_router_topk=model.experts_per_token,
+            moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+            moe_router_pre_softmax=False,  # softmax after top-k equals norm_topk_prob
+            moe_router_dtype="fp32",
+            # Their gradients would bypass the mask and be scaled by other token counts.
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            moe_z_loss_coeff=None,
+        )
+    return settings
+
+
+def _layout_fields(layout: ParallelConfig, options: BuildOptions) -> dict[str, Any]:
+    on_cpu = cpu_backend.is_installed()
+    settings: dict[str, Any] = dict(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=options.dtype,
+        pipeline_dtype=options.dtype,
+        bf16=options.dtype == torch.bfloat16,
+        # The contract of the loss: sums and an int count; finalize_model_grads divides once.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,  # packed micro-batches differ in length...
+        moe_token_dispatcher_type="alltoall",  # ...which only this dispatcher allows
+        perform_initialization=False,  # weights come from a checkpoint
+        use_cpu_initialization=on_cpu,
+    )
+    if on_cpu:
+        settings |= dict(
+            masked_softmax_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            gradient_accumulation_fusion=False,
+            apply_rope_fusion=False,
+            moe_grouped_gemm=False,
+            moe_permute_fusion=False,
+            attention_backend=AttnBackend.local,
+        )
+    else:
+        settings |= dict(apply_rope_fusion=True, moe_grouped_gemm=True, persist_layer_norm=True)
+    return settings
+
+
+def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Return the layers of this pipeline stage: local modules on CPU, Transformer Engine on GPU."""
+    if not cpu_backend.is_installed():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp  # noqa: F401
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    backend = CPUSpecProvider()
+    norm = backend.layer_norm(rms_norm=True)
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=get_mlp_module_spec_for_backend(backend, num_experts=config.num_moe_experts),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
+    )
+
+
+def build_model(
+    model: Architecture, layout: ParallelConfig, options: BuildOptions
+) -> GPTModel:
+    """Return this rank's stage of the model, weights not yet loaded.
+
+    The process groups must exist (:func:`megatron.rl.parallel.initialize_parallel`).
+    """
+    config = transformer_config(model, layout, options)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config),
+        vocab_size=padded_vocab_size(model.vocab_size, layout.tensor),
+        max_sequence_length=model.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=int(model.rope_theta),
+    )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer modules for CPU runs, where Transformer Engine does not exist.
+
+Megatron's own local modules refuse what training needs: ``WrappedTorchNorm`` refuses sequence
+parallelism (torch_norm.py:50), ``DotProductAttention`` refuses packed sequences
+(dot_product_attention.py:152). Both replacements are plain PyTorch and keep float64, so that they
+serve as oracles too.
+"""
+
+import math
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS normalisation that tells Megatron to sum its weight gradient over sequence shards.
+
+    ``y = x / sqrt(mean(x^2) + eps) * weight``, computed in float32 at least.
+
+    Args:
+        config: decides ``sequence_parallel``; with it each rank sees a slice of the tokens and
+            ``finalize_model_grads`` all-reduces the gradients of parameters marked so.
+        hidden_size: H, the size of the last dimension.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal self-attention over packed sequences, block-diagonal by ``cu_seqlens``.
+
+    Sequences are laid out as a right-padded batch; causality alone then keeps every real query
+    from the padding, so that no mask is built. Grouped-query attention is native.
+
+    Shapes: query ``[T, heads, d]``, key and value ``[T, groups, d]`` (packed, ``qkv_format: thd``)
+    -> ``[T, heads * d]``; or ``[s, b, heads, d]`` without packing -> ``[s, b, heads * d]``.
+
+    Raises:
+        ValueError: context parallelism, dropout, or a mask type other than causal is asked for.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **unused_groups: object,
+    ) -> None:
+        super().__init__()
+        if config.context_parallel_size > 1:
+            raise ValueError(
+                "context parallelism is not built for CPU runs: parallel.context is "
+                f"{config.context_parallel_size}, expected 1"
+            )
+        if config.attention_dropout != 0.0:
+            raise ValueError(
+                f"attention_dropout is {config.attention_dropout}, expected 0: dropout would make "
+                "the policy differ from the one that the rollout engine sampled"
+            )
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ValueError(f"only causal attention is supported, got {attn_mask_type}")
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            context = self._attend(q, k, v)  # [b, heads, s, d]
+            return context.permute(2, 0, 1, 3).flatten(2)
+        slots, shape = _padded_slots(packed_seq_params.cu_seqlens_q, query.size(0))
+        q, k, v = (_pad(x, slots, shape) for x in (query, key, value))
+        context = self._attend(q, k, v).transpose(1, 2).flatten(0, 1)  # [b * s, heads, d]
+        return context[slots].flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
+        )
+
+
+def _padded_slots(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, tuple[int, int]]:
+    """Return where each packed token goes in the flattened padded batch ``[b * s]``, and (b, s)."""
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    longest = int(lengths.max())
+    row_shift = torch.arange(len(lengths), device=cu_seqlens.device) * longest - cu_seqlens[:-1]
+    slots = torch.arange(num_tokens, device=cu_seqlens.device)
+    return slots + torch.repeat_interleave(row_shift, lengths, output_size=num_tokens), (
+        len(lengths),
+        longest,
+    )
+
+
+def _pad(x: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Scatter packed ``[T, heads, d]`` into ``[b, heads, s, d]``, zeros elsewhere."""
+    padded = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, slots, x)
+    return padded.unflatten(0, shape).transpose(1, 2)
+
+
+class CPUSpecProvider(LocalSpecProvider):
+    """Megatron's local layer modules, with the two replacements of this file."""
+
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> type[RMSNorm]:
+        return RMSNorm
+
+    def core_attention(self) -> type[PackedAttention]:
+        return PackedAttention

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model is laid out over ranks: the settings, their check, and the process groups."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+from megatron.rl.errors import UserError
+from megatron.rl.model.architecture import Architecture
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The parallel layout. The number of ranks is ``tensor * pipeline * context * data``.
+
+    Attributes:
+        tensor: tensor-parallel size TP.
+        pipeline: pipeline-parallel size PP.
+        context: context-parallel size CP.
+        data: data-parallel size DP.
+        expert: expert-parallel size EP; experts are spread over TP x CP x DP ranks, each expert
+            whole on one rank.
+        sequence: sequence parallelism; None turns it on exactly when ``tensor > 1``.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    data: int = 1
+    expert: int = 1
+    sequence: bool | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.tensor > 1 if self.sequence is None else self.sequence
+
+    def check(self, model: Architecture) -> None:
+        """Raise UserError, with the numbers and the setting, when the model cannot be laid out so."""
+        for name in ("tensor", "pipeline", "context", "data", "expert"):
+            if getattr(self, name) < 1:
+                raise UserError(f"parallel.{name} is {getattr(self, name)}, expected at least 1")
+        _must_divide("parallel.tensor", self.tensor, "attention heads", model.num_heads)
+        _must_divide("parallel.tensor", self.tensor, "key-value heads", model.num_groups)
+        _must_divide("parallel.pipeline", self.pipeline, "layers", model.num_layers)
+        if model.is_moe:
+            _must_divide("parallel.expert", self.expert, "experts", model.num_experts)
+            ranks = self.tensor * self.context * self.data
+            _must_divide("parallel.expert", self.expert, "ranks of a pipeline stage", ranks)
+            if self.tensor > 1 and not self.sequence_parallel:
+                raise UserError(
+                    "parallel.sequence is false with parallel.tensor "
+                    f"{self.tensor}: Megatron trains experts under tensor parallelism only with "
+                    "sequence parallelism; set parallel.sequence to true"
+                )
+        else:
+            _must_divide("parallel.tensor", self.tensor, "FFN columns", model.ffn_hidden_size)
+            if self.expert > 1:
+                raise UserError(
+                    f"parallel.expert is {self.expert}, but the model has no experts; set it to 1"
+                )
+        if self.sequence_parallel and self.tensor == 1:
+            raise UserError("parallel.sequence is true, which needs parallel.tensor > 1")
+        if self.context > 1:
+            raise UserError(
+                f"parallel.context is {self.context}: context parallelism is not built yet; use 1"
+            )
+
+
+def _must_divide(setting: str, size: int, what: str, count: int) -> None:
+    if count % size:
+        raise UserError(f"{setting} is {size}, which does not divide the model's {count} {what}")
+
+
+def join_ranks(layout: ParallelConfig, backend: str) -> None:
+    """Join the process group that the environment names.
+
+    Reads ``RANK``, ``WORLD_SIZE`` and either ``PDM_RL_STORE`` (a file, single node) or
+    ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them.
+
+    Raises:
+        UserError: the number of ranks that were started is not the layout's.
+    """
+    import torch
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != layout.world_size:
+        raise UserError(
+            f"{world_size} ranks were started, but parallel.tensor x pipeline x context x data is "
+            f"{layout.tensor} x {layout.pipeline} x {layout.context} x {layout.data} = "
+            f"{layout.world_size}"
+        )
+    store_file = os.environ.get("PDM_RL_STORE")
+    torch.distributed.init_process_group(
+        backend,
+        init_method=f"file://{store_file}" if store_file else "env://",
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+
+
+def build_groups(layout: ParallelConfig, seed: int) -> None:
+    """Build Megatron's groups over the ranks that have joined, and seed its generators."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def leave_ranks() -> None:
+    """Leave Megatron's groups and the process group; safe to call twice."""
+    import torch
+    from megatron.core import parallel_state
+
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer step through Megatron's own schedule: forward, backward, finalize, step."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron.rl.batch import MicroBatch
+from megatron.rl.policy.head import HeadContext, ReferenceHead, TokenRecord
+
+
+def forward_backward(
+    model: torch.nn.Module,
+    head: ReferenceHead,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    forward_only: bool = False,
+) -> list[TokenRecord]:
+    """Run every micro-batch through Megatron's schedule; gradients end up in ``main_grad``.
+
+    With ``calculate_per_token_loss`` the schedule sums losses and token counts, and
+    ``finalize_model_grads`` divides the gradients once by the global count.
+
+    Args:
+        model: this rank's stage, wrapped in DistributedDataParallel.
+        micro_batches: as many on every rank.
+
+    Returns:
+        One record a micro-batch on the last pipeline stage, an empty list elsewhere.
+    """
+    records: list[TokenRecord] = []
+    get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, head=head, records=records),
+        data_iterator=iter(micro_batches),
+        model=model,
+        num_microbatches=len(micro_batches),
+        # Real lengths vary and are exchanged between stages (variable_seq_lengths).
+        seq_length=max(batch.num_input_tokens for batch in micro_batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return records
+
+
+def _forward_step(
+    data_iterator: Iterator[MicroBatch],
+    model: GPTModel,
+    *,
+    head: ReferenceHead,
+    records: list[TokenRecord],
+) -> tuple[Tensor, Any]:
+    batch = next(data_iterator)
+    context = HeadContext(batch)
+    output = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        packed_seq_params=batch.packing,
+        output_processor=head,
+        output_processor_context=context,
+    )
+    return output, partial(_sum_loss, context=context, records=records)
+
+
+def _sum_loss(
+    loss: Tensor, *, context: HeadContext, records: list[TokenRecord]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    assert context.num_tokens is not None and context.record is not None
+    records.append(context.record)
+    return loss, context.num_tokens, {}

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One packed batch through Megatron's schedule in a given layout, and through a float64 oracle."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pdm import PolicyLossConfig
+
+TEMPERATURE = 0.8
+TOP_K = 5
+LOSS = PolicyLossConfig(mask="divergence", direction="uniform", threshold=0.3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and how the batch is cut into micro-batches."""
+
+    model_path: str
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: int = 1
+    sequence: bool | None = None
+    micro_batch_tokens: int = 40
+    loss: PolicyLossConfig = LOSS
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 learnt: gradients under Hugging Face names, and per-token results by sequence."""
+
+    gradients: dict[str, torch.Tensor]
+    log_probs: torch.Tensor
+    keep: torch.Tensor
+    num_micro_batches: int
+
+
+def make_sequences(vocab_size: int, seed: int = 0):  # type: ignore[no-untyped-def]
+    """Ragged prompts and responses, with behavior log-probs of a random distribution."""
+    from megatron.rl.batch import Sequences
+
+    rng = np.random.default_rng(seed)
+    prompts, responses = [3, 1, 5, 2, 4, 3, 2, 6], [4, 9, 1, 6, 12, 3, 5, 2]
+    count, total = len(prompts), sum(responses)
+    response_tokens = rng.integers(0, vocab_size, total).astype(np.int32)
+    logits = rng.normal(size=(total, vocab_size)) * 2
+    log_mu = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    top = np.argsort(-log_mu, axis=-1)[:, :TOP_K]
+    # Half of the sampled tokens are among the top K, half anywhere.
+    inside = rng.random(total) < 0.5
+    response_tokens[inside] = top[inside, 1]
+    return Sequences(
+        prompt_tokens=rng.integers(0, vocab_size, sum(prompts)).astype(np.int32),
+        prompt_offsets=np.cumsum([0, *prompts]),
+        response_tokens=response_tokens,
+        response_offsets=np.cumsum([0, *responses]),
+        group=np.arange(count) // 2,
+        advantages=rng.normal(size=count).astype(np.float32),
+        log_probs=log_mu[np.arange(total), response_tokens].astype(np.float32),
+        topk_ids=top.astype(np.int32),
+        topk_log_probs=np.take_along_axis(log_mu, top, -1).astype(np.float32),
+    )
+
+
+def run_case(rank: int, world_size: int, case: Case) -> Outcome | None:
+    """Run forward, backward and finalize on this rank; rank 0 returns the outcome."""
+    from megatron.rl import cpu_backend
+
+    cpu_backend.install()
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    from megatron.rl.batch import pack, plan_micro_batches
+    from megatron.rl.model.architecture import read_architecture
+    from megatron.rl.model.build import BuildOptions, build_model
+    from megatron.rl.parallel import ParallelConfig, build_groups
+    from megatron.rl.policy.head import ReferenceHead
+    from megatron.rl.policy.step import forward_backward
+    from megatron.rl.weights.gather import gather_hf_tensors
+    from megatron.rl.weights.load import load_hf_checkpoint
+
+    torch.set_num_threads(1)
+    layout = ParallelConfig(
+        tensor=case.tensor,
+        pipeline=case.pipeline,
+        data=case.data,
+        expert=case.expert,
+        sequence=case.sequence,
+    )
+    architecture = read_architecture(case.model_path)
+    layout.check(architecture)
+    build_groups(layout, seed=1)
+    model = build_model(architecture, layout, BuildOptions())
+    load_hf_checkpoint(model, architecture, case.model_path)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False)
+    wrapped = DistributedDataParallel(model.config, ddp, model)
+    model.config.finalize_model_grads_func = finalize_model_grads
+
+    sequences = make_sequences(architecture.vocab_size)
+    everyone = np.arange(len(sequences))
+    plan = plan_micro_batches(
+        sequences.input_lengths,
+        everyone,
+        data_parallel=layout.data,
+        max_tokens=case.micro_batch_tokens,
+    )[parallel_state.get_data_parallel_rank()]
+    batches = [
+        pack(
+            sequences,
+            members,
+            minibatch=everyone,
+            aggregation=case.loss.aggregation,
+            pad_multiple=layout.tensor if layout.sequence_parallel else 1,
+            device=torch.device("cpu"),
+        )
+        for members in plan
+    ]
+    head = ReferenceHead(case.loss, architecture.vocab_size, TEMPERATURE)
+    wrapped.zero_grad_buffer()
+    records = forward_backward(wrapped, head, batches)
+    gradients = {
+        name: tensor.clone()
+        for name, tensor in gather_hf_tensors(
+            model, architecture, value=lambda parameter: parameter.main_grad
+        )
+    }
+    tokens = _collect_tokens(records, sequences)
+    if rank != 0:
+        return None
+    return Outcome(gradients, *tokens, len(batches))
+
+
+def _collect_tokens(records, sequences):  # type: ignore[no-untyped-def]
+    """Put each rank's token results into the batch's order, and sum over ranks that hold them."""
+    from megatron.core import parallel_state
+
+    total = len(sequences.response_tokens)
+    table = torch.zeros(2, total)
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        for record in records:
+            where = _token_positions(record.sequence.numpy(), sequences)
+            table[0, where] = record.policy_log_prob
+            table[1, where] = record.keep.float()
+    torch.distributed.all_reduce(table)
+    return table[0], table[1].bool()
+
+
+def _token_positions(sequence, sequences):  # type: ignore[no-untyped-def]
+    order = [
+        np.arange(*sequences.response_offsets[number : number + 2])
+        for number in dict.fromkeys(sequence.tolist())
+    ]
+    return torch.from_numpy(np.concatenate(order)) if order else torch.zeros(0, dtype=torch.int64)
+
+
+def float64_oracle(model_path: str | Path, loss: PolicyLossConfig) -> Outcome:
+    """The same batch, one sequence at a time, through transformers in float64 and autograd.
+
+    The mask is written out again from the paper's formulas (Eq. 5, 11, 13).
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float64, experts_implementation="eager"
+    )
+    model.config._attn_implementation = "eager"
+    sequences = make_sequences(model.config.vocab_size)
+    total_loss = torch.zeros((), dtype=torch.float64)
+    log_probs, keeps = [], []
+    for b in range(len(sequences)):
+        prompt = sequences.prompt_tokens[slice(*sequences.prompt_offsets[b : b + 2])]
+        first, last = sequences.response_offsets[b : b + 2]
+        response = torch.from_numpy(sequences.response_tokens[first:last]).long()
+        ids = torch.cat([torch.from_numpy(prompt).long(), response])
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        log_pi = logits.log_softmax(-1)
+        for t, token in enumerate(response.tolist()):
+            keep, ratio = _oracle_mask(sequences, first + t, token, log_pi[t].detach(), b, loss)
+            total_loss = total_loss - keep * float(sequences.advantages[b]) * ratio * (
+                log_pi[t, token] - log_pi[t, token].detach()
+            )
+            log_probs.append(log_pi[t, token].detach())
+            keeps.append(keep)
+    (total_loss / len(log_probs)).backward()
+    return Outcome(_per_expert_gradients(model), torch.stack(log_probs), torch.tensor(keeps), 0)
+
+
+def _oracle_mask(sequences, token_index, token, log_pi, b, loss):  # type: ignore[no-untyped-def]
+    mu = {
+        int(i): float(np.exp(np.float64(value)))
+        for i, value in zip(
+            sequences.topk_ids[token_index], sequences.topk_log_probs[token_index], strict=True
+        )
+    }
+    mu[token] = float(np.exp(np.float64(sequences.log_probs[token_index])))
+    pi = {i: float(log_pi[i].exp()) for i in mu}
+    mu_tail, pi_tail = 1 - sum(mu.values()), 1 - sum(pi.values())
+    divergence = sum(mu[i] * np.log(mu[i] / pi[i]) for i in mu)
+    divergence += mu_tail * np.log(mu_tail / pi_tail)
+    direction = pi[token] - mu[token] + sum(pi[i] * (mu[i] - pi[i]) for i in mu)
+    direction += pi_tail * (mu_tail - pi_tail) / (len(log_pi) - len(mu))
+    outward = np.sign(sequences.advantages[b]) * np.sign(direction) > 0
+    keep = not (divergence > loss.threshold and outward)
+    return keep, pi[token] / mu[token]
+
+
+def _per_expert_gradients(model):  # type: ignore[no-untyped-def]
+    """Gradients under the names of a checkpoint: transformers fuses experts into two tensors."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(gradient):
+                prefix = name.removesuffix("gate_up_proj") + str(expert)
+                gate, up = both.chunk(2)
+                gradients[f"{prefix}.gate_proj.weight"] = gate
+                gradients[f"{prefix}.up_proj.weight"] = up
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(gradient):
+                prefix = name.removesuffix("down_proj") + str(expert)
+                gradients[f"{prefix}.down_proj.weight"] = down
+        else:
+            gradients[name] = gradient
+    return gradients
