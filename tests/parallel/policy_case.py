@@ -27,6 +27,10 @@ class Case:
     micro_batch_tokens: int = 40
     loss: PolicyLossConfig = LOSS
 
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -65,11 +69,23 @@ def make_sequences(vocab_size: int, seed: int = 0):  # type: ignore[no-untyped-d
     )
 
 
-def run_case(rank: int, world_size: int, case: Case) -> Outcome | None:
-    """Run forward, backward and finalize on this rank; rank 0 returns the outcome."""
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[Outcome] | None:
+    """Run each case on these ranks, one after the other; rank 0 returns the outcomes."""
     from megatron.rl import cpu_backend
 
     cpu_backend.install()
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    outcomes = []
+    for case in cases:
+        outcomes.append(_run_case(rank, case))
+        parallel_state.destroy_model_parallel()
+    return outcomes if rank == 0 else None
+
+
+def _run_case(rank: int, case: Case) -> Outcome | None:
+    """Run forward, backward and finalize on this rank."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -86,7 +102,6 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome | None:
     from megatron.rl.weights.gather import gather_hf_tensors
     from megatron.rl.weights.load import load_hf_checkpoint
 
-    torch.set_num_threads(1)
     layout = ParallelConfig(
         tensor=case.tensor,
         pipeline=case.pipeline,

@@ -7,58 +7,61 @@ All go through Megatron's own schedule, DistributedDataParallel and finalize_mod
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.checkpoints import QWEN3, QWEN3_MOE, write_checkpoint
-from tests.parallel.policy_case import Case, Outcome, float64_oracle, run_case
+from tests.parallel.policy_case import Case, Outcome, float64_oracle, run_cases
 from tests.parallel.spawn import run_ranks
 
 # Of the gradient's norm, per parameter: float32 rounding through two layers is about 4e-6.
 GRADIENT_TOLERANCE = 1e-5
 LOG_PROB_TOLERANCE = 1e-5
 
-DENSE_LAYOUTS = [
-    {"tensor": 2},
-    {"tensor": 2, "sequence": False},
-    {"pipeline": 2},
-    {"data": 2},
-]
-MOE_LAYOUTS = [
-    {"data": 2, "expert": 2},
-    {"tensor": 2, "expert": 2},
-]
-SLOW_LAYOUTS = [
-    ("dense", {"tensor": 2, "pipeline": 2}),
-    ("dense", {"tensor": 2, "data": 2}),
-    ("dense", {"pipeline": 2, "data": 2}),
-    ("tied", {"pipeline": 2}),
-    ("tied", {"tensor": 2}),
+MODELS = ("dense", "moe")
+TWO_RANKS: list[tuple[str, dict[str, int]]] = [
+    ("dense", {"tensor": 2}),
+    ("dense", {"tensor": 2, "sequence": False}),
+    ("dense", {"pipeline": 2}),
+    ("dense", {"data": 2}),
     ("moe", {"pipeline": 2}),
     ("moe", {"data": 2}),
+    ("moe", {"data": 2, "expert": 2}),
+    ("moe", {"tensor": 2}),
+    ("moe", {"tensor": 2, "expert": 2}),
+]
+FOUR_RANKS: list[tuple[str, dict[str, int]]] = [
+    ("dense", {"tensor": 2, "pipeline": 2}),
+    ("dense", {"tensor": 2, "data": 2}),
+    ("tied", {"tensor": 2, "pipeline": 2}),
     ("moe", {"tensor": 2, "pipeline": 2, "expert": 2}),
     ("moe", {"tensor": 2, "data": 2, "expert": 4}),
 ]
 CONFIGS = {"dense": QWEN3, "moe": QWEN3_MOE, "tied": QWEN3 | {"tie_word_embeddings": True}}
 
 
+_outcomes: dict[Case, Outcome] = {}
+
+
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("checkpoints")
-    return {name: write_checkpoint(root / name, config) for name, config in CONFIGS.items()}
+    return {name: str(write_checkpoint(root / name, config)) for name, config in CONFIGS.items()}
+
+
+def _run(*cases: Case) -> list[Outcome]:
+    """Run the cases, all of one world size, on one set of ranks; each case once a session."""
+    new = [case for case in dict.fromkeys(cases) if case not in _outcomes]
+    if new:
+        (world_size,) = {case.world_size for case in new}
+        _outcomes.update(zip(new, run_ranks(run_cases, world_size, new)[0], strict=True))
+    return [_outcomes[case] for case in cases]
 
 
 @functools.cache
 def _oracle(path: str) -> Outcome:
     return float64_oracle(path, Case(path).loss)
-
-
-@functools.cache
-def _run(case: Case) -> Outcome:
-    return run_ranks(run_case, case.tensor * case.pipeline * case.data, case)[0]
 
 
 def _assert_same(outcome: Outcome, expected: Outcome) -> None:
@@ -72,36 +75,49 @@ def _assert_same(outcome: Outcome, expected: Outcome) -> None:
         assert error <= GRADIENT_TOLERANCE, f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("model", ["dense", "moe"])
-def test_one_rank_matches_a_plain_float64_model(checkpoints: dict[str, Path], model: str) -> None:
-    path = str(checkpoints[model])
-    _assert_same(_run(Case(path)), _oracle(path))
+@pytest.fixture(scope="module")
+def one_rank(checkpoints: dict[str, str]) -> dict[str, Outcome]:
+    return dict(zip(MODELS, _run(*(Case(checkpoints[model]) for model in MODELS)), strict=True))
 
 
-@pytest.mark.parametrize("model", ["dense", "moe"])
-def test_packed_equals_one_sequence_at_a_time(checkpoints: dict[str, Path], model: str) -> None:
-    one_each = Case(str(checkpoints[model]), micro_batch_tokens=1)
-    outcome = _run(one_each)
-    assert outcome.num_micro_batches == 8
-    _assert_same(outcome, _run(replace(one_each, micro_batch_tokens=1000)))
+@pytest.fixture(scope="module")
+def two_ranks(checkpoints: dict[str, str]) -> dict[str, Outcome]:
+    """Every layout of two ranks, in one start of two processes."""
+    cases = [Case(checkpoints[model], **layout) for model, layout in TWO_RANKS]
+    keys = [str(item) for item in TWO_RANKS]
+    return dict(zip(keys, _run(*cases), strict=True))
 
 
-@pytest.mark.parametrize("layout", DENSE_LAYOUTS, ids=str)
-def test_dense_layouts_match_one_rank(checkpoints: dict[str, Path], layout: dict[str, int]) -> None:
-    path = str(checkpoints["dense"])
-    _assert_same(_run(Case(path, **layout)), _run(Case(path)))
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank_matches_a_plain_float64_model(
+    checkpoints: dict[str, str], one_rank: dict[str, Outcome], model: str
+) -> None:
+    _assert_same(one_rank[model], _oracle(checkpoints[model]))
 
 
-@pytest.mark.parametrize("layout", MOE_LAYOUTS, ids=str)
-def test_moe_layouts_match_one_rank(checkpoints: dict[str, Path], layout: dict[str, int]) -> None:
-    path = str(checkpoints["moe"])
-    _assert_same(_run(Case(path, **layout)), _run(Case(path)))
+def test_packed_equals_one_sequence_at_a_time(
+    checkpoints: dict[str, str], one_rank: dict[str, Outcome]
+) -> None:
+    outcomes = _run(*(Case(checkpoints[model], micro_batch_tokens=1) for model in MODELS))
+    for model, outcome in zip(MODELS, outcomes, strict=True):
+        assert outcome.num_micro_batches == 8
+        _assert_same(outcome, one_rank[model])
+
+
+@pytest.mark.parametrize(("model", "layout"), TWO_RANKS, ids=str)
+def test_two_ranks_match_one(
+    one_rank: dict[str, Outcome],
+    two_ranks: dict[str, Outcome],
+    model: str,
+    layout: dict[str, int],
+) -> None:
+    _assert_same(two_ranks[str((model, layout))], one_rank[model])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout"), SLOW_LAYOUTS, ids=str)
-def test_larger_layouts_match_float64(
-    checkpoints: dict[str, Path], model: str, layout: dict[str, int]
+@pytest.mark.parametrize(("model", "layout"), FOUR_RANKS, ids=str)
+def test_four_ranks_match_float64(
+    checkpoints: dict[str, str], model: str, layout: dict[str, int]
 ) -> None:
-    path = str(checkpoints[model])
-    _assert_same(_run(Case(path, **layout)), _oracle(path))
+    (outcome,) = _run(Case(checkpoints[model], **layout))
+    _assert_same(outcome, _oracle(checkpoints[model]))
