@@ -61,7 +61,7 @@ def _train(options: argparse.Namespace) -> int:
     config = _with_device(load_config(options.config, options.overrides))
     if options.dry_run:
         print(dump_config(config), end="")
-        print(_describe_processes(config, options))
+        print(_describe_processes(config))
         return 0
     _check_model(config)
     if "RANK" in os.environ:
@@ -130,3 +130,7 @@ def _train_under_torchrun(config: "Config") -> int:
         folder = create_run_folder(config)
         (folder / "logs").mkdir()
         return run_rank(config, folder, EventSink(rank, display.draw))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
