@@ -51,7 +51,7 @@ class TaskConfig:
     """Prompts with verifiable rewards."""
 
     name: str = ""
-    """``reasoning_gym/<data set>``."""
+    """``reasoning_gym/<data set>``, or ``package.module:Class`` for a task of one's own."""
     params: dict[str, Any] = field(default_factory=dict)
     """Settings of the data set."""
     exact: bool = False

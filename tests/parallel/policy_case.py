@@ -40,6 +40,7 @@ class Outcome:
     log_probs: torch.Tensor
     keep: torch.Tensor
     num_micro_batches: int
+    weights: dict[str, torch.Tensor]
 
 
 def make_sequences(vocab_size: int, seed: int = 0):  # type: ignore[no-untyped-def]
@@ -146,10 +147,11 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
             model, architecture, value=lambda parameter: parameter.main_grad
         )
     }
+    weights = {name: tensor.clone() for name, tensor in gather_hf_tensors(model, architecture)}
     tokens = _collect_tokens(records, sequences)
     if rank != 0:
         return None
-    return Outcome(gradients, *tokens, len(batches))
+    return Outcome(gradients, *tokens, len(batches), weights)
 
 
 def _collect_tokens(records, sequences):  # type: ignore[no-untyped-def]
@@ -180,6 +182,7 @@ def float64_oracle(model_path: str | Path, loss: PolicyLossConfig) -> Outcome:
 
     The mask is written out again from the paper's formulas (Eq. 5, 11, 13).
     """
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -204,7 +207,9 @@ def float64_oracle(model_path: str | Path, loss: PolicyLossConfig) -> Outcome:
             log_probs.append(log_pi[t, token].detach())
             keeps.append(keep)
     (total_loss / len(log_probs)).backward()
-    return Outcome(_per_expert_gradients(model), torch.stack(log_probs), torch.tensor(keeps), 0)
+    gradients = _per_expert_gradients(model)
+    weights = load_file(Path(model_path) / "model.safetensors")
+    return Outcome(gradients, torch.stack(log_probs), torch.tensor(keeps), 0, weights)
 
 
 def _oracle_mask(sequences, token_index, token, log_pi, b, loss):  # type: ignore[no-untyped-def]

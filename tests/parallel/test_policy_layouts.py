@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same packed batch in every small layout against one rank, and one rank against float64.
 
+Gathered weights are those of the checkpoint, bit for bit.
 All go through Megatron's own schedule, DistributedDataParallel and finalize_model_grads.
 """
 
@@ -69,6 +70,9 @@ def _assert_same(outcome: Outcome, expected: Outcome) -> None:
     assert 0 < int(expected.keep.sum()) < expected.keep.numel(), "the mask must do something"
     difference = (outcome.log_probs - expected.log_probs).abs().max()
     assert difference <= LOG_PROB_TOLERANCE
+    assert outcome.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        assert torch.equal(outcome.weights[name], weight), f"{name} is not what was loaded"
     assert outcome.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         error = (outcome.gradients[name].double() - gradient.double()).norm() / gradient.norm()
