@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron.rl.errors import UserError
 from megatron.rl.rollout.errors import EngineConfigError
@@ -78,7 +78,7 @@ def _with_device(config: "Config") -> "Config":
         return config
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
     return dataclasses.replace(config, run=dataclasses.replace(config.run, device=device))
 
 

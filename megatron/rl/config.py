@@ -240,7 +240,9 @@ def _refuse_unknown_keys(tree: dict[str, Any], schema: type, prefix: str) -> Non
     for key, value in tree.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            hint = (
+                f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            )
             raise UserError(f"unknown setting {prefix}{key}; {hint}")
         section = hints[key]
         if dataclasses.is_dataclass(section) and isinstance(section, type):
@@ -294,5 +296,3 @@ def _check_rollout(rollout: RolloutConfig) -> None:
 def _require(condition: bool, setting: str, expected: str, value: object) -> None:
     if not condition:
         raise UserError(f"{setting}: expected {expected}, got {value!r}")
-
-

@@ -160,7 +160,7 @@ def _patch_tensor_type() -> None:
         name = original(self)
         return _CUDA_TYPE_NAMES.get(name, name)
 
-    torch.Tensor.type = type_as_on_gpu  # type: ignore[method-assign]
+    torch.Tensor.type = type_as_on_gpu  # type: ignore[method-assign, assignment]
 
 
 def _patch_megatron() -> None:

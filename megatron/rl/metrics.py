@@ -36,7 +36,9 @@ def gather_records(
         return TokenRecord(**joined)
     # One float64 table: ids below 2**53 and booleans survive it, and one collective does.
     table = torch.stack([column.to(torch.float64) for column in joined.values()])
-    counts = [torch.zeros(1, dtype=torch.int64, device=table.device) for _ in range(data_group.size())]
+    counts = [
+        torch.zeros(1, dtype=torch.int64, device=table.device) for _ in range(data_group.size())
+    ]
     dist.all_gather(counts, counts[0].new_tensor([table.size(1)]), group=data_group)
     longest = int(max(counts))
     padded = table.new_zeros(table.size(0), longest)
@@ -133,6 +135,9 @@ def _log_ppl_difference(tokens: TokenRecord) -> Tensor:
 
 def _sequence_means(values: Tensor, sequence: Tensor) -> Tensor:
     numbers, index, counts = torch.unique(sequence, return_inverse=True, return_counts=True)
-    return torch.zeros(len(numbers), dtype=values.dtype, device=values.device).index_add(
-        0, index, values
-    ) / counts
+    return (
+        torch.zeros(len(numbers), dtype=values.dtype, device=values.device).index_add(
+            0, index, values
+        )
+        / counts
+    )

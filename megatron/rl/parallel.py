@@ -41,7 +41,7 @@ class ParallelConfig:
         return self.tensor > 1 if self.sequence is None else self.sequence
 
     def check(self, model: Architecture) -> None:
-        """Raise UserError, with the numbers and the setting, when the model cannot be laid out so."""
+        """Raise UserError, naming setting and numbers, when the model cannot be laid out so."""
         for name in ("tensor", "pipeline", "context", "data", "expert"):
             if getattr(self, name) < 1:
                 raise UserError(f"parallel.{name} is {getattr(self, name)}, expected at least 1")

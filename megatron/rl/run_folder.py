@@ -2,8 +2,8 @@
 """A run's folder: resolved config, environment, metrics, logs.
 
 ``config.yaml`` the resolved config; ``environment.json`` git revision and versions;
-``metrics.jsonl`` one object an optimizer step (``kind: step``), a rollout batch (``rollout``) and an
-evaluation (``eval``); ``tensorboard/`` the same numbers; ``logs/`` what ranks and engine printed.
+``metrics.jsonl`` one object an optimizer step (``kind: step``), a rollout batch (``rollout``) and
+an evaluation (``eval``); ``tensorboard/`` the same numbers; ``logs/`` what ranks and engine print.
 """
 
 import importlib.metadata

@@ -130,9 +130,7 @@ class Sampler:
         entropy = [self._config.run.seed, ("train", "heldout").index(purpose), number]
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
-    def _generate(
-        self, prompts: PromptBatch, samples: int, settings: SamplingSettings
-    ) -> Rollouts:
+    def _generate(self, prompts: PromptBatch, samples: int, settings: SamplingSettings) -> Rollouts:
         request = GenerationRequest(prompts.prompt_tokens, prompts.offsets, samples, settings)
         return self.engine.generate(request)
 

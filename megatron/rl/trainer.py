@@ -96,7 +96,7 @@ class Trainer:
         batch = self._sampler.sample(number) if self._sampler is not None else None
         sequences = share_sequences(batch.sequences if batch is not None else None)
         training = time.perf_counter()
-        steps = []
+        steps: list[dict[str, Any]] = []
         for _ in range(self._config.train.epochs):
             size = self._config.train.minibatch_prompts
             for members in minibatches(sequences, size, self._order):

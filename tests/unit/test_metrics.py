@@ -14,8 +14,10 @@ LOG2 = math.log(2)
 
 def record(sequence: list[int], behavior: list[float], policy: list[float], **more) -> TokenRecord:  # type: ignore[no-untyped-def]
     count = len(sequence)
-    flags = {name: torch.tensor(more.get(name, [False] * count), dtype=torch.bool)
-             for name in ("outside", "outward")}
+    flags = {
+        name: torch.tensor(more.get(name, [False] * count), dtype=torch.bool)
+        for name in ("outside", "outward")
+    }
     return TokenRecord(
         sequence=torch.tensor(sequence),
         behavior_log_prob=torch.tensor(behavior),

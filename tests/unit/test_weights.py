@@ -30,7 +30,8 @@ def test_expected_names_are_those_of_transformers(config: dict) -> None:  # type
 
     fields = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields))
+        hf_config = AutoConfig.for_model(config["model_type"], **fields)
+        model = AutoModelForCausalLM.from_config(hf_config)
     expected = set(expected_hf_names(parse_architecture(config)))
     assert expected == set(checkpoints.tensor_shapes(config))
     theirs = {name for name, _ in model.named_parameters()}

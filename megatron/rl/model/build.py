@@ -6,11 +6,21 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_mlp_module_spec_for_backend,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron.rl import cpu_backend
 from megatron.rl.errors import UserError
@@ -149,18 +159,6 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline stage: local modules on CPU, Transformer Engine on GPU."""
     if not cpu_backend.is_installed():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.identity_op import IdentityOp  # noqa: F401
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
-
     backend = CPUSpecProvider()
     norm = backend.layer_norm(rms_norm=True)
     attention = ModuleSpec(
@@ -190,9 +188,7 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     )
 
 
-def build_model(
-    model: Architecture, layout: ParallelConfig, options: BuildOptions
-) -> GPTModel:
+def build_model(model: Architecture, layout: ParallelConfig, options: BuildOptions) -> GPTModel:
     """Return this rank's stage of the model, weights not yet loaded.
 
     The process groups must exist (:func:`megatron.rl.parallel.initialize_parallel`).

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy's side of the loss path: the head on the last pipeline stage, and its schedule glue."""
+"""The policy being trained: the head on the last pipeline stage, and the optimizer step."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -68,7 +69,7 @@ class ReferenceHead:
         self,
         *,
         hidden_states: Tensor,
-        output_layer: torch.nn.Module,
+        output_layer: ColumnParallelLinear,
         output_weight: Tensor | None,
         context: HeadContext,
         **unused: Any,

@@ -74,9 +74,11 @@ class Policy:
     ) -> None:
         self.architecture = architecture
         self.head = head
-        self.device = torch.device(
-            "cuda", torch.cuda.current_device()
-        ) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         model = build_model(architecture, layout, build).to(self.device)
         load_hf_checkpoint(model, architecture, model_path)
         ddp_config = DistributedDataParallelConfig(

@@ -115,8 +115,9 @@ def _check_complete(manifests: list[_Manifest], architecture: Architecture) -> N
     sent = [name for manifest in manifests for name, _ in manifest]
     expected = set(expected_hf_names(architecture))
     twice = len(sent) - len(set(sent))
-    if twice or set(sent) != expected:
+    missing, unknown = sorted(expected - set(sent)), sorted(set(sent) - expected)
+    if twice or missing or unknown:
         raise RuntimeError(
             f"the gathered weights do not make up the model: {twice} sent twice, "
-            f"missing {sorted(expected - set(sent))[:3]}, unknown {sorted(set(sent) - expected)[:3]}"
+            f"{len(missing)} missing ({missing[:1]}), {len(unknown)} unknown ({unknown[:1]})"
         )

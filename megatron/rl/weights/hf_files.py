@@ -109,7 +109,7 @@ def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         final = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"shard-{i}").rename(folder / final)

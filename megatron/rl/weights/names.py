@@ -103,7 +103,7 @@ RULES: tuple[Rule, ...] = (
 def _pattern(rule: Rule) -> re.Pattern[str]:
     escaped = re.escape(rule.megatron)
     for key in ("layer", "expert"):
-        escaped = escaped.replace(re.escape("{%s}" % key), rf"(?P<{key}>\d+)")
+        escaped = escaped.replace(re.escape(f"{{{key}}}"), rf"(?P<{key}>\d+)")
     return re.compile(escaped + r"\Z")
 
 
