@@ -46,6 +46,10 @@ WARMUP_SEED_OFFSET = 1_000_000
 VALIDATION_SEED_OFFSET = 2_000_000
 VALIDATION_PROMPTS = 512
 
+# Input and output rows of a token start out equal, and larger than usual: letters that are rare in
+# the prompts can then be copied as well as common ones. Otherwise RL finds nothing to reward there.
+EMBEDDING_STD = 0.05
+
 BATCH_PROMPTS = 64
 LEARNING_RATE = 1e-3
 LEARNING_RATE_STEPS = 20
@@ -259,6 +263,8 @@ class _Warmup:
             model.parameters(), lr=LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0
         )
         self.learning_rate = LEARNING_RATE
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.model.embed_tokens.weight.normal_(std=EMBEDDING_STD))
         seed = settings.seed + VALIDATION_SEED_OFFSET
         self.validation = [task.prompt("train", seed, i) for i in range(VALIDATION_PROMPTS)]
         self.generator = torch.Generator()

@@ -82,8 +82,8 @@ class RolloutConfig:
     """Interpreter that has vLLM, where it is not the trainer's own."""
     threads: int | None = None
     """CPU threads of the engine; by default one a core."""
-    kv_cache_gib: float = 1.0
-    """KV cache of an engine on CPU."""
+    kv_cache_gib: float | None = None
+    """KV cache of the engine; by default 1 on CPU, and on GPU what gpu_memory_utilization leaves."""
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 300.0
     """An engine that reports no progress for so long is restarted."""
@@ -265,7 +265,7 @@ def _check_ranges(config: Config) -> None:
     for section, names in positive.items():
         for name in names:
             value = getattr(getattr(config, section), name)
-            _require(value > 0, f"{section}.{name}", "a positive number", value)
+            _require(value is None or value > 0, f"{section}.{name}", "a positive number", value)
     _require(config.train.rollouts >= 0, "train.rollouts", "0 or more", config.train.rollouts)
     _check_rollout(config.rollout)
     _require(

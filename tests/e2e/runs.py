@@ -97,6 +97,17 @@ def engine_process(run: Run) -> psutil.Process:
     raise AssertionError("no engine process")
 
 
+def wait_for_engine(run: Run, timeout_s: float = 60.0) -> psutil.Process:
+    """Block until the engine's process has been started, and return it."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            return engine_process(run)
+        except (AssertionError, psutil.NoSuchProcess, psutil.ZombieProcess):
+            time.sleep(0.1)
+    raise AssertionError("no engine process in time")
+
+
 def rank_processes(run: Run) -> list[psutil.Process]:
     """Return the trainer ranks, in order."""
     return sorted(

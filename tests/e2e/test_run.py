@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from megatron.rl.config import load_config
-from tests.e2e.runs import Run, assert_all_gone, engine_process, rank_processes, start
+from tests.e2e.runs import (
+    Run,
+    assert_all_gone,
+    engine_process,
+    rank_processes,
+    start,
+    wait_for_engine,
+)
 from tools.make_tiny_model import TinyModelSettings, make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -88,7 +95,9 @@ def test_exported_policy_is_the_trained_one(finished: tuple[Run, str], model: Pa
     assert torch.isfinite(logits).all()
 
 
-def test_a_killed_engine_is_replaced_and_the_run_goes_on(tmp_path: Path, model: Path) -> None:
+def test_a_killed_engine_is_replaced_and_a_killed_launcher_leaves_nothing(
+    tmp_path: Path, model: Path
+) -> None:
     run = start(tmp_path, model, ["train.rollouts=200", "train.minibatch_prompts=8"])
     run.wait_for_rollout(1)
     first = engine_process(run)
@@ -101,12 +110,24 @@ def test_a_killed_engine_is_replaced_and_the_run_goes_on(tmp_path: Path, model: 
     assert engine_process(run).pid != first.pid
     latest = run.metrics("rollout")[-1]
     assert latest["policy_version"] == latest["number"] - 1, "the restarted engine has the weights"
-    # Ctrl-C: everything ends, the new engine too.
+    # Even SIGKILL, which nothing can answer, takes everything along, the new engine too.
     processes += run.descendants()
+    run.process.kill()
+    output, _ = run.process.communicate()
+    assert "restart 1 of 2" in output
+    assert_all_gone(processes)
+
+
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, model: Path) -> None:
+    run = start(tmp_path, model)
+    engine = wait_for_engine(run)
+    processes = run.descendants()
+    assert engine in processes
     run.process.send_signal(signal.SIGINT)
     code, output = run.wait(30)
     assert code == 128 + signal.SIGINT
-    assert "restart 1 of 2" in output
+    assert "stopped; what was written is in" in output
+    assert "Traceback" not in output
     assert_all_gone(processes)
 
 
@@ -121,15 +142,6 @@ def test_a_killed_rank_ends_the_run_with_one_line(tmp_path: Path, model: Path) -
     assert code == 1
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "rank" in errors[0]
-    assert_all_gone(processes)
-
-
-def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path, model: Path) -> None:
-    run = start(tmp_path, model, ["train.rollouts=200"])
-    run.wait_for_rollout(1)
-    processes = run.descendants()
-    run.process.kill()
-    run.process.wait()
     assert_all_gone(processes)
 
 
