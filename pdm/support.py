@@ -144,9 +144,28 @@ class BehaviorSupport:
         return self.token_ids >= 0
 
     @property
+    def is_sampled(self) -> Tensor:
+        """Which column holds the sampled token: [T, S] bool, at most one a row."""
+        return self.valid & (self.token_ids == self.sampled.unsqueeze(-1))
+
+    @property
+    def topk_floor(self) -> Tensor:
+        """A log-probability that no unseen token exceeds, 0 where the support tells of none: [T].
+
+        The smallest of the columns *other than the sampled token's*. Those are top-K entries, and
+        what is not among the top K is no likelier than any of them. The sampled token proves
+        nothing: it may be in the support only because it was sampled, and then tokens outside can
+        be likelier. Engines that list it beside the K others hide which of both it is, so it
+        is left out even where it belongs to the top K.
+        """
+        others = self.valid & ~self.is_sampled
+        lowest = torch.where(others, self.log_probs, torch.inf).amin(dim=-1)
+        return torch.where(lowest == torch.inf, 0.0, lowest)
+
+    @property
     def sampled_column(self) -> Tensor:
         """Column of the sampled token, or -1 where the support does not hold it: [T] int64."""
-        found = self._is_sampled
+        found = self.is_sampled
         return torch.where(found.any(dim=-1), found.to(torch.uint8).argmax(dim=-1), -1)
 
     @property
@@ -176,10 +195,6 @@ class BehaviorSupport:
         column = self.sampled_column
         picked = values.gather(-1, column.clamp_min(0).unsqueeze(-1)).squeeze(-1)
         return torch.where(column >= 0, picked, torch.nan)
-
-    @property
-    def _is_sampled(self) -> Tensor:
-        return self.valid & (self.token_ids == self.sampled.unsqueeze(-1))
 
 
 def _repeats_earlier_column(ids: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class RolloutConfig:
     threads: int | None = None
     """CPU threads of the engine; by default one a core."""
     kv_cache_gib: float | None = None
-    """KV cache of the engine; by default 1 on CPU, and on GPU what gpu_memory_utilization leaves."""
+    """KV cache of the engine; by default 1 on CPU, on GPU what gpu_memory_utilization leaves."""
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 300.0
     """An engine that reports no progress for so long is restarted."""
@@ -131,7 +131,9 @@ class EvalConfig:
 class PolicyConfig:
     """How the head computes the loss."""
 
-    head: Literal["reference"] = "reference"
+    head: Literal["fused", "reference"] = "fused"
+    """``fused`` forms gradients in the forward pass, chunk by chunk; ``reference`` is plain
+    autograd over all logits of a micro-batch."""
     logits_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -268,6 +270,13 @@ def _check_ranges(config: Config) -> None:
             _require(value is None or value > 0, f"{section}.{name}", "a positive number", value)
     _require(config.train.rollouts >= 0, "train.rollouts", "0 or more", config.train.rollouts)
     _check_rollout(config.rollout)
+    if config.policy.head == "fused":
+        _require(
+            config.policy.logits_dtype == "float32",
+            "policy.logits_dtype",
+            "float32 with policy.head fused, which has no other",
+            config.policy.logits_dtype,
+        )
     _require(
         config.train.minibatch_prompts <= config.rollout.prompts,
         "train.minibatch_prompts",

@@ -24,7 +24,7 @@ from megatron.rl.events import EventSink
 from megatron.rl.metrics import gather_records, loss_metrics, mismatch_metrics
 from megatron.rl.model.architecture import read_architecture
 from megatron.rl.model.build import BuildOptions
-from megatron.rl.policy.head import ReferenceHead, TokenRecord
+from megatron.rl.policy.head import FusedHead, PolicyHead, ReferenceHead, TokenRecord
 from megatron.rl.policy.model import OptimizerSettings, Policy, is_last_stage
 from megatron.rl.run_folder import MetricsLog
 from megatron.rl.sampler import RolloutBatch, Sampler
@@ -77,12 +77,7 @@ class Trainer:
             config.parallel,
             BuildOptions(dtype, config.megatron.transformer),
             _optimizer_settings(config),
-            ReferenceHead(
-                config.loss,
-                architecture.vocab_size,
-                config.rollout.temperature,
-                DTYPES[config.policy.logits_dtype],
-            ),
+            _policy_head(config, architecture.vocab_size),
             config.model.path,
         )
         if self._sampler is not None:
@@ -236,6 +231,13 @@ def share_sequences(sequences: Sequences | None) -> Sequences:
         dist.broadcast(torch.from_numpy(array), src=0)
         received[name] = array
     return Sequences(**received)
+
+
+def _policy_head(config: Config, vocab_size: int) -> PolicyHead:
+    if config.policy.head == "fused":
+        return FusedHead(config.loss, vocab_size, config.rollout.temperature)
+    logits_dtype = DTYPES[config.policy.logits_dtype]
+    return ReferenceHead(config.loss, vocab_size, config.rollout.temperature, logits_dtype)
 
 
 def _optimizer_settings(config: Config) -> OptimizerSettings:

@@ -35,6 +35,56 @@ class MaskResult:
         return cls.from_criteria(nowhere, nowhere)
 
 
+@dataclass(frozen=True, eq=False)
+class MaskCounts:
+    """How many tokens fell under each criterion; int64 scalars on the mask's device.
+
+    - ``tokens``: the trained tokens, of which all others are counted
+    - ``outside``, ``outward``: each criterion on its own
+    - ``vetoed``: tokens that are not kept
+    - ``certified``: tokens whose direction has a proven sign, ``certified_outside``: those of them
+      that are outside the trust region, where the sign decides. None if nothing was certified.
+
+    Counts add up over micro-batches and ranks; divide only at the end.
+    """
+
+    tokens: Tensor
+    outside: Tensor
+    outward: Tensor
+    vetoed: Tensor
+    certified: Tensor | None
+    certified_outside: Tensor | None
+
+
+def mask_counts(
+    mask: MaskResult, *, trained: Tensor | None = None, certified: Tensor | None = None
+) -> MaskCounts:
+    """Count the trained tokens by the criteria that they met.
+
+    Shapes: a mask of [T]; ``trained`` [T] bool, the response tokens (None: all); ``certified`` [T]
+    bool, as ``certified_kl_direction`` has it (None: not asked for). All counts are scalars.
+
+    Gradient: none.
+
+    Edge cases: no token counts where ``trained`` is false, whatever the mask says. Nothing is read
+    back to the host.
+
+    Source: predictive divergence masks, Eq. 13: the two criteria of the mask.
+    """
+    if trained is None:
+        trained = torch.ones_like(mask.keep)
+    return MaskCounts(
+        tokens=trained.sum(),
+        outside=(mask.outside & trained).sum(),
+        outward=(mask.outward & trained).sum(),
+        vetoed=(~mask.keep & trained).sum(),
+        certified=None if certified is None else (certified & trained).sum(),
+        certified_outside=(
+            None if certified is None else (certified & mask.outside & trained).sum()
+        ),
+    )
+
+
 def ratio_clip_mask(
     advantages: Tensor,
     behavior_log_prob: Tensor,
@@ -52,7 +102,8 @@ def ratio_clip_mask(
 
     Gradient: none.
 
-    Edge cases: a bound that is met exactly is inside. A = 0 or r = 1 is kept. A NaN compares
+    Edge cases: ``low == high`` is the symmetric clip of PPO, ``high > low`` is clip-higher. A bound
+    that is met exactly is inside. A = 0 or r = 1 is kept. A NaN compares
     false and is kept, so that it shows in the loss instead of vanishing from it. ``low`` outside
     (0, 1) or ``high`` that is not finite and above 0 raises ``ValueError``.
 

@@ -26,6 +26,7 @@ class Case:
     sequence: bool | None = None
     micro_batch_tokens: int = 40
     loss: PolicyLossConfig = LOSS
+    head: str = "fused"
 
     @property
     def world_size(self) -> int:
@@ -98,7 +99,7 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
     from megatron.rl.model.architecture import read_architecture
     from megatron.rl.model.build import BuildOptions, build_model
     from megatron.rl.parallel import ParallelConfig, build_groups
-    from megatron.rl.policy.head import ReferenceHead
+    from megatron.rl.policy.head import FusedHead, ReferenceHead
     from megatron.rl.policy.step import forward_backward
     from megatron.rl.weights.gather import gather_hf_tensors
     from megatron.rl.weights.load import load_hf_checkpoint
@@ -138,7 +139,8 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
         )
         for members in plan
     ]
-    head = ReferenceHead(case.loss, architecture.vocab_size, TEMPERATURE)
+    kind = {"fused": FusedHead, "reference": ReferenceHead}[case.head]
+    head = kind(case.loss, architecture.vocab_size, TEMPERATURE)
     wrapped.zero_grad_buffer()
     records = forward_backward(wrapped, head, batches)
     gradients = {

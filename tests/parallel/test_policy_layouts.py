@@ -8,6 +8,7 @@ All go through Megatron's own schedule, DistributedDataParallel and finalize_mod
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from tests.parallel.spawn import run_ranks
 GRADIENT_TOLERANCE = 1e-5
 LOG_PROB_TOLERANCE = 1e-5
 
-MODELS = ("dense", "moe")
-TWO_RANKS: list[tuple[str, dict[str, int]]] = [
+MODELS = ("dense", "moe", "tied")
+TWO_RANKS: list[tuple[str, dict[str, Any]]] = [
     ("dense", {"tensor": 2}),
     ("dense", {"tensor": 2, "sequence": False}),
     ("dense", {"pipeline": 2}),
@@ -31,8 +32,11 @@ TWO_RANKS: list[tuple[str, dict[str, int]]] = [
     ("moe", {"data": 2, "expert": 2}),
     ("moe", {"tensor": 2}),
     ("moe", {"tensor": 2, "expert": 2}),
+    ("dense", {"tensor": 2, "head": "reference"}),
+    ("moe", {"tensor": 2, "expert": 2, "head": "reference"}),
+    ("tied", {"tensor": 2}),
 ]
-FOUR_RANKS: list[tuple[str, dict[str, int]]] = [
+FOUR_RANKS: list[tuple[str, dict[str, Any]]] = [
     ("dense", {"tensor": 2, "pipeline": 2}),
     ("dense", {"tensor": 2, "data": 2}),
     ("tied", {"tensor": 2, "pipeline": 2}),
@@ -99,6 +103,14 @@ def test_one_rank_matches_a_plain_float64_model(
     _assert_same(one_rank[model], _oracle(checkpoints[model]))
 
 
+def test_reference_head_on_one_rank(
+    checkpoints: dict[str, str], one_rank: dict[str, Outcome]
+) -> None:
+    outcomes = _run(*(Case(checkpoints[model], head="reference") for model in MODELS))
+    for model, outcome in zip(MODELS, outcomes, strict=True):
+        _assert_same(outcome, one_rank[model])
+
+
 def test_packed_equals_one_sequence_at_a_time(
     checkpoints: dict[str, str], one_rank: dict[str, Outcome]
 ) -> None:
@@ -113,7 +125,7 @@ def test_two_ranks_match_one(
     one_rank: dict[str, Outcome],
     two_ranks: dict[str, Outcome],
     model: str,
-    layout: dict[str, int],
+    layout: dict[str, Any],
 ) -> None:
     _assert_same(two_ranks[str((model, layout))], one_rank[model])
 
@@ -121,7 +133,7 @@ def test_two_ranks_match_one(
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), FOUR_RANKS, ids=str)
 def test_four_ranks_match_float64(
-    checkpoints: dict[str, str], model: str, layout: dict[str, int]
+    checkpoints: dict[str, str], model: str, layout: dict[str, Any]
 ) -> None:
     (outcome,) = _run(Case(checkpoints[model], **layout))
     _assert_same(outcome, _oracle(checkpoints[model]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdm import BehaviorSupport
+from pdm import BehaviorSupport, PolicyStatistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,3 +80,25 @@ def full_kl(log_mu: Tensor, log_pi: Tensor) -> Tensor:
 def log1mexp(x: float) -> float:
     """log(1 - exp(x)) in float64 for x < 0."""
     return math.log(-math.expm1(x)) if x > -math.log(2) else math.log1p(-math.exp(x))
+
+
+def sampled_only(
+    behavior: list[float], policy: list[float], entropy: list[float] | None = None
+) -> tuple[Tensor, PolicyStatistics, BehaviorSupport]:
+    """Statistics of given log-probabilities of the sampled token, on the binary support."""
+    log_prob = torch.tensor(policy, requires_grad=True)
+    support = BehaviorSupport.from_sampled(
+        torch.zeros(len(policy), dtype=torch.int64), torch.tensor(behavior)
+    )
+    fixed = log_prob.detach()
+    stats = PolicyStatistics(
+        log_prob=log_prob,
+        support_log_probs=fixed.unsqueeze(-1),
+        tail_prob=-torch.expm1(fixed),
+        sum_square=fixed.exp().square(),
+        tail_sum_square=torch.zeros_like(fixed),
+        tail_max=torch.zeros_like(fixed),
+        entropy=torch.tensor(entropy or [1.0] * len(policy), requires_grad=True),
+        vocab_size=10,
+    )
+    return log_prob, stats, support

@@ -89,3 +89,43 @@ def test_errors_say_what_arrived() -> None:
         group_advantages(rewards, ids, normalize="batch")
     with pytest.raises(ValueError, match="eps must be finite"):
         group_advantages(rewards, ids, eps=-1.0)
+
+
+def test_leave_one_out_by_hand() -> None:
+    # Group 7: 0, 0, 1, 3; each against the mean of the other three. Group 2: 1 against 0.
+    rewards = torch.tensor([0.0, 1.0, 0.0, 1.0, 3.0, 0.0], dtype=torch.float64)
+    ids = torch.tensor([7, 2, 7, 7, 7, 2])
+    result = group_advantages(rewards, ids, normalize="none", baseline="leave_one_out")
+    assert result.tolist() == pytest.approx([-4 / 3, 1.0, -4 / 3, 0.0, 8 / 3, -1.0])
+    scaled = group_advantages(rewards, ids, baseline="leave_one_out", eps=0.0)
+    root = math.sqrt(2.0)
+    assert scaled[:2].tolist() == pytest.approx([-4 / 3 / root, root])
+
+
+def test_leave_one_out_ignores_what_is_not_finite_and_groups_without_contrast() -> None:
+    rewards = torch.tensor([5.0, 0.1, 0.1, 0.1, 1.0, NAN, 3.0, INF, 2.0], dtype=torch.float64)
+    ids = torch.tensor([0, 1, 1, 1, 2, 2, 2, 3, 3])
+    result = group_advantages(rewards, ids, normalize="none", baseline="leave_one_out")
+    assert result.tolist() == [0.0, 0.0, 0.0, 0.0, -2.0, 0.0, 2.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("normalize", ["std", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_the_order_of_the_rows_changes_no_bit(normalize: str, baseline: str) -> None:
+    # Rewards of many magnitudes: a sum in another order is another float64.
+    generator = torch.Generator().manual_seed(4)
+    rewards = torch.randn(500, generator=generator, dtype=torch.float64)
+    rewards = rewards * 10.0 ** torch.randint(-8, 9, (500,), generator=generator)
+    ids = torch.randint(0, 7, (500,), generator=generator)
+    plain = group_advantages(rewards, ids, normalize=normalize, baseline=baseline)
+    for _ in range(5):
+        order = torch.randperm(500, generator=generator)
+        shuffled = group_advantages(
+            rewards[order], ids[order], normalize=normalize, baseline=baseline
+        )
+        assert torch.equal(shuffled, plain[order])
+
+
+def test_an_unknown_baseline_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"baseline must be one of .* got 'max'"):
+        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.int64), baseline="max")

@@ -10,9 +10,13 @@ from pdm import (
     BehaviorSupport,
     PolicyStatistics,
     binary_kl_direction,
+    binary_tv_direction,
     kl_direction,
+    kl_direction_full,
     policy_statistics,
     ratio_direction,
+    tv_direction,
+    tv_direction_full,
 )
 from tests.unit.pdm_cases import Case, random_case, textbook_topk_kl
 
@@ -234,3 +238,80 @@ def test_nan_stays_visible_and_a_wrong_tail_raises() -> None:
         assert result.isnan().tolist() == [True] + [False] * 6
     with pytest.raises(ValueError, match=r"tail must be one of .* got 'certain'"):
         kl_direction(case.support, stats, tail="certain")
+
+
+def test_tv_direction_by_hand() -> None:
+    # n = 6, K = {0, 1}, sampled 0. mu = (.5, .2 | .3), pi = (.6, .1 | .3 = .2 + .1 + 0 + 0): the
+    # signs are -, +, 0. With q the tail's square, c = .6 - .37 - q, and
+    # D' = -1/2 [-.6 (.4 - c) + .1 (-.1 - c)] = -1/2 [-.25 + .5 c].
+    log_pi = torch.tensor([[0.6, 0.1, 0.2, 0.1, 0.0, 0.0]], dtype=torch.float64).log()
+    support = BehaviorSupport(
+        torch.tensor([[0, 1]]),
+        torch.tensor([[0.5, 0.2]], dtype=torch.float64).log(),
+        torch.tensor([0]),
+    )
+    stats = policy_statistics(log_pi, support)
+    # mu_tail = 1 - .7 is not pi_tail = .3 to the last bit, and then its sign is not 0.
+    stats = PolicyStatistics(**{**vars(stats), "tail_prob": support.tail_prob})
+    for tail, square in {"aggregated": 0.09, "uniform": 0.09 / 4, "exact": 0.05}.items():
+        expected = -0.5 * (-0.25 + 0.5 * (0.23 - square))
+        assert tv_direction(support, stats, tail).item() == pytest.approx(expected, rel=1e-12)
+    assert torch.equal(tv_direction(support, stats), tv_direction(support, stats, "uniform"))
+
+
+def test_tv_direction_of_nan_absent_tokens_and_wrong_tails() -> None:
+    case = random_case(seed=19)
+    logits = case.logits.clone()
+    logits[0] = math.nan
+    sampled = case.sampled.clone()
+    sampled[1] = -1
+    support = BehaviorSupport(case.support.token_ids, case.support.log_probs, sampled)
+    stats = policy_statistics(logits, support)
+    for tail in ("aggregated", "uniform", "exact"):
+        value = tv_direction(support, stats, tail)
+        assert value.isnan().tolist() == [True, True] + [False] * 5
+    with pytest.raises(ValueError, match=r"tv_direction: tail must be one of .* got 'certain'"):
+        tv_direction(case.support, stats, tail="certain")
+
+
+def test_directions_of_a_nearly_certain_token_keep_their_digits() -> None:
+    # 1 - pi = 1e-9, 1 - mu = 3e-9, in float32, where both probabilities are 1. With two tokens
+    # D'_KL = 2 (1 - pi)(pi - mu) and D'_TV = 2 pi (1 - pi)^2.
+    log_mu = torch.tensor([[-3e-9, math.log(3e-9)]])
+    log_pi = torch.tensor([[-1e-9, math.log(1e-9)]])
+    zero = torch.tensor([0])
+    support = BehaviorSupport(torch.tensor([[0, 1]]), log_mu, zero)
+    stats = policy_statistics(log_pi, support)
+    values = {
+        4e-18: [kl_direction(support, stats), kl_direction_full(log_mu, log_pi, zero)],
+        2e-18: [tv_direction(support, stats), tv_direction_full(log_mu, log_pi, zero)],
+    }
+    values[4e-18].append(binary_kl_direction(log_mu[:, 0], log_pi[:, 0]))
+    values[2e-18].append(binary_tv_direction(log_mu[:, 0], log_pi[:, 0]))
+    for expected, results in values.items():
+        for result in results:
+            assert result.item() == pytest.approx(expected, rel=1e-3, abs=0)
+
+
+def test_directions_of_a_nearly_impossible_token_keep_their_digits() -> None:
+    # The pair above with the other token sampled: pi = 1e-9, mu = 3e-9, the rest within 1e-8 of 1.
+    log_mu = torch.tensor([[-3e-9, math.log(3e-9)]])
+    log_pi = torch.tensor([[-1e-9, math.log(1e-9)]])
+    one = torch.tensor([1])
+    support = BehaviorSupport(torch.tensor([[0, 1]]), log_mu, one)
+    stats = policy_statistics(log_pi, support)
+    for result in (kl_direction(support, stats), kl_direction_full(log_mu, log_pi, one)):
+        assert result.item() == pytest.approx(-4e-9, rel=1e-5, abs=0)
+    for result in (tv_direction(support, stats), tv_direction_full(log_mu, log_pi, one)):
+        assert result.item() == pytest.approx(-2e-9, rel=1e-5, abs=0)
+
+
+def test_full_directions_name_wrong_arguments() -> None:
+    case = random_case(seed=20)
+    for direction in (kl_direction_full, tv_direction_full):
+        with pytest.raises(ValueError, match=r"got \(7, 60\), \(7, 59\) and \(7,\)"):
+            direction(case.log_mu, case.log_pi[:, :59], case.sampled)
+        with pytest.raises(ValueError, match=r"got \(7, 60\), \(7, 60\) and \(1,\)"):
+            direction(case.log_mu, case.log_pi, case.sampled[:1])
+        with pytest.raises(ValueError, match=r"sampled_ids must be int64, got torch.int32"):
+            direction(case.log_mu, case.log_pi, case.sampled.int())

@@ -6,8 +6,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdm import BehaviorSupport, PolicyStatistics, binary_kl, policy_statistics, topk_kl
-from tests.unit.pdm_cases import Case, full_kl, log1mexp, random_case, textbook_topk_kl
+from pdm import (
+    BehaviorSupport,
+    PolicyStatistics,
+    binary_kl,
+    binary_tv,
+    full_kl,
+    full_tv,
+    policy_statistics,
+    topk_kl,
+    topk_tv,
+)
+from tests.unit.pdm_cases import Case, log1mexp, random_case, textbook_topk_kl
+from tests.unit.pdm_cases import full_kl as plain_full_kl
 
 INF = math.inf
 SEEDS = st.integers(0, 10_000)
@@ -75,14 +86,14 @@ def test_topk_kl_lies_between_zero_and_the_full_kl(seed: int, k: int, distance: 
     case = random_case(seed, tokens=4, vocab=30, k=k, distance=distance)
     value = topk_kl(case.support, policy_statistics(case.logits, case.support))
     assert (value >= 0).all()
-    assert (value <= full_kl(case.log_mu, case.log_pi) * (1 + 1e-9) + 1e-14).all()
+    assert (value <= plain_full_kl(case.log_mu, case.log_pi) * (1 + 1e-9) + 1e-14).all()
 
 
 def test_topk_kl_with_the_whole_vocabulary_is_the_full_kl() -> None:
     case = random_case(seed=3, vocab=12, k=12)
     value = topk_kl(case.support, policy_statistics(case.logits, case.support))
     # mu_tail is rounding noise of 1e-16 here, against the floor of an empty pi_tail.
-    torch.testing.assert_close(value, full_kl(case.log_mu, case.log_pi), rtol=0, atol=1e-12)
+    torch.testing.assert_close(value, plain_full_kl(case.log_mu, case.log_pi), rtol=0, atol=1e-12)
 
 
 def test_topk_kl_is_zero_at_equality() -> None:
@@ -214,3 +225,85 @@ def test_binary_kl_gradient_is_finite_and_right() -> None:
     log_mu = torch.tensor([-0.2, -1.0, -3.0], dtype=torch.float64)
     log_pi = torch.tensor([-0.25, -0.4, -6.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: binary_kl(log_mu, x), (log_pi,))
+
+
+def test_topk_tv_by_hand() -> None:
+    # mu = (1/2, 1/4 | 1/4), pi = (1/4, 3/8 | 3/8): (1/4 + 1/8 + 1/8) / 2.
+    value = topk_tv(support_of([0.5, 0.25]), policy_of([0.25, 0.375], 0.375))
+    assert value.item() == pytest.approx(0.25, rel=1e-14)
+    # Disjoint policies are as far apart as can be, and a head beyond mass 1 is no further.
+    assert topk_tv(support_of([1.0, 0.0]), policy_of([0.0, 1.0], 0.0)).item() == 1.0
+    assert topk_tv(support_of([1.001, 0.0]), policy_of([0.0, 1.0], 0.0)).item() == 1.0
+    assert topk_tv(support_of([0.5]), policy_of([math.nan], 0.5)).isnan().all()
+
+
+def test_total_variations_against_the_textbook_sums() -> None:
+    case = random_case(seed=31, tokens=40, k=5)
+    mu, pi = case.log_mu.exp(), case.log_pi.exp()
+    full = 0.5 * (mu - pi).abs().sum(dim=-1)
+    torch.testing.assert_close(full_tv(case.log_mu, case.log_pi), full, rtol=1e-12, atol=1e-15)
+    value = topk_tv(case.support, policy_statistics(case.logits, case.support))
+    for t in range(40):
+        kept = case.kept_ids(t)
+        tail = [j for j in range(60) if j not in kept]
+        expected = 0.5 * (mu[t, kept] - pi[t, kept]).abs().sum()
+        expected = expected + 0.5 * (mu[t, tail].sum() - pi[t, tail].sum()).abs()
+        torch.testing.assert_close(value[t], expected, rtol=1e-12, atol=1e-15)
+    assert (value <= full + 1e-15).all()
+    own = case.sampled[:, None]
+    torch.testing.assert_close(
+        binary_tv(case.log_mu.gather(-1, own), case.log_pi.gather(-1, own)),
+        (mu - pi).abs().gather(-1, own),
+        rtol=1e-10,
+        atol=1e-16,
+    )
+
+
+def test_total_variations_near_equality_and_near_one() -> None:
+    # 1 - 1e-9 against 1 - 3e-9: float32 holds both logarithms, and neither probability.
+    log_mu, log_pi = torch.tensor([-1e-9]), torch.tensor([-3e-9])
+    assert binary_tv(log_mu, log_pi).item() == pytest.approx(2e-9, rel=1e-5, abs=0)
+    pair = torch.tensor([[-1e-9, math.log(1e-9)]]), torch.tensor([[-3e-9, math.log(3e-9)]])
+    assert full_tv(*pair).item() == pytest.approx(2e-9, rel=1e-5, abs=0)
+    expected = 1e-9 * math.log(1 / 3) + 2e-9
+    assert full_kl(*pair).item() == pytest.approx(expected, rel=1e-4, abs=0)
+    assert binary_tv(torch.tensor([0.1]), torch.tensor([0.2])).item() == 0.0  # both round to 1
+    assert binary_tv(torch.tensor([-INF]), torch.tensor([0.0])).item() == 1.0
+    assert binary_tv(torch.tensor([math.nan]), torch.tensor([-0.5])).isnan().all()
+
+
+def test_full_divergences_take_padded_columns() -> None:
+    case = random_case(seed=32)
+    pad = torch.full((7, 3), -INF, dtype=torch.float64)
+    padded = [torch.cat([x, pad], dim=-1) for x in (case.log_mu, case.log_pi)]
+    for divergence in (full_kl, full_tv):
+        plain = divergence(case.log_mu, case.log_pi)
+        torch.testing.assert_close(divergence(*padded), plain, rtol=1e-14, atol=0)
+        assert (divergence(case.log_mu, case.log_mu) == 0).all()
+        policy = padded[1].clone().requires_grad_()
+        divergence(padded[0], policy).sum().backward()
+        assert policy.grad is not None
+        assert policy.grad.isfinite().all()
+        with pytest.raises(ValueError, match=r"must both be \[T, V\], got \(7, 60\) and \(7, 63\)"):
+            divergence(case.log_mu, padded[1])
+    torch.testing.assert_close(
+        full_kl(case.log_mu, case.log_pi), plain_full_kl(case.log_mu, case.log_pi)
+    )
+    # Impossible for the policy alone: infinitely far in KL, and just that much in TV.
+    log_mu = torch.tensor([[0.5, 0.5]]).log()
+    log_pi = torch.tensor([[0.0, -INF]])
+    assert full_kl(log_mu, log_pi).item() == INF
+    assert full_tv(log_mu, log_pi).item() == pytest.approx(0.5)
+
+
+def test_topk_gradient_is_finite_where_the_behavior_has_no_tail() -> None:
+    # log(0 / pi_tail) is -inf, and where() hands 0 * inf back through it.
+    pi = torch.tensor([[0.6, 0.3]], dtype=torch.float64).log().requires_grad_()
+    tail = torch.tensor([0.1], dtype=torch.float64, requires_grad=True)
+    support = support_of([0.7, 0.302])
+    assert support.tail_prob.item() == 0.0
+    topk_kl(support, statistics(pi, tail)).sum().backward()
+    assert pi.grad is not None
+    assert tail.grad is not None
+    assert pi.grad.isfinite().all()
+    assert tail.grad.item() == pytest.approx(1.0)  # of -mu + pi, the rest being empty

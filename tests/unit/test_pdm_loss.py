@@ -13,7 +13,7 @@ from pdm import (
     policy_loss,
     policy_statistics,
 )
-from tests.unit.pdm_cases import Case, random_case, textbook_topk_kl
+from tests.unit.pdm_cases import Case, random_case, sampled_only, textbook_topk_kl
 
 NAN, INF = math.nan, math.inf
 
@@ -40,28 +40,6 @@ def wrong_dtype(
 
 
 NOT_CALLABLE = 3
-
-
-def sampled_only(
-    behavior: list[float], policy: list[float]
-) -> tuple[torch.Tensor, PolicyStatistics, BehaviorSupport]:
-    """Statistics that hold given log-probabilities of the sampled token, binary support."""
-    log_prob = torch.tensor(policy, requires_grad=True)
-    support = BehaviorSupport.from_sampled(
-        torch.zeros(len(policy), dtype=torch.int64), torch.tensor(behavior)
-    )
-    fixed = log_prob.detach()
-    stats = PolicyStatistics(
-        log_prob=log_prob,
-        support_log_probs=fixed.unsqueeze(-1),
-        tail_prob=-torch.expm1(fixed),
-        sum_square=fixed.exp().square(),
-        tail_sum_square=torch.zeros_like(fixed),
-        tail_max=torch.zeros_like(fixed),
-        entropy=torch.zeros_like(fixed),
-        vocab_size=10,
-    )
-    return log_prob, stats, support
 
 
 def plain_mask(case: Case, advantages: torch.Tensor, config: PolicyLossConfig) -> torch.Tensor:
@@ -228,15 +206,6 @@ def test_nothing_kept_still_back_propagates_zeros() -> None:
     assert (logits.grad == 0).all()
 
 
-def test_garbage_on_a_trained_and_kept_token_is_visible() -> None:
-    _, stats, support = sampled_only([-1.0, -1.0], [NAN, -1.0])
-    assert policy_loss(stats, support, torch.ones(2), PolicyLossConfig()).loss.isnan()
-    # A log-ratio of 150 is not clamped behind the user's back.
-    _, stats, support = sampled_only([-151.0], [-1.0])
-    result = policy_loss(stats, support, torch.ones(1), PolicyLossConfig(mask="none"))
-    assert result.loss.item() == -INF
-
-
 def test_ratio_cap_bounds_the_coefficient_and_is_counted() -> None:
     log_prob, stats, support = sampled_only([-150.0, -2.0, -1.0], [-1.0, -1.0, -1.0])
     advantages = torch.tensor([-1.0, 1.0, 1.0])
@@ -279,6 +248,8 @@ def test_divergence_and_direction_are_reported_whatever_the_mask(mask: str) -> N
     assert torch.equal(reported.direction, used.direction)
     tensors = [value for value in vars(reported).values() if isinstance(value, torch.Tensor)]
     assert [t.requires_grad for t in tensors] == [True] + [False] * (len(tensors) - 1)
+    assert reported.certified is None
+    assert reported.reference_kl is None
 
 
 def test_binary_kl_with_either_direction_gives_one_mask() -> None:
@@ -339,6 +310,13 @@ def test_a_custom_mask_must_return_what_a_mask_is() -> None:
         ("clip_high", 0.0, "clip_high must be a finite number"),
         ("clip_high", True, "clip_high must be a finite number"),
         ("ratio_cap", 1.0, "ratio_cap must be a finite number above 1.0, got 1.0"),
+        ("dual_clip", 1.0, "dual_clip must be a finite number above 1.0, got 1.0"),
+        ("kl_coefficient", -0.1, "kl_coefficient must be a finite number above 0.0, got -0.1"),
+        ("kl_coefficient", NAN, "kl_coefficient must be a finite number"),
+        ("kl_estimator", "k1", "kl_estimator must be one of .* got 'k1'"),
+        ("entropy_coefficient", INF, "entropy_coefficient must be a finite number"),
+        ("non_finite", "ignore", "non_finite must be one of .* got 'ignore'"),
+        ("fixed_length", 16, "fixed_length=16 has no effect with aggregation='token_mean'"),
     ],
 )
 def test_wrong_settings_are_named(setting: str, value: object, message: str) -> None:
@@ -346,10 +324,24 @@ def test_wrong_settings_are_named(setting: str, value: object, message: str) -> 
         PolicyLossConfig(**{setting: value})
 
 
-def test_binary_kl_refuses_a_tail_model() -> None:
-    for direction in ("uniform", "exact"):
-        with pytest.raises(ValueError, match=f"takes direction 'ratio' .* got '{direction}'"):
-            PolicyLossConfig(divergence="binary_kl", direction=direction)
+@pytest.mark.parametrize("divergence", ["binary_kl", "binary_tv"])
+@pytest.mark.parametrize("direction", ["uniform", "exact", "certified"])
+def test_binary_divergences_refuse_a_tail_model(divergence: str, direction: str) -> None:
+    with pytest.raises(ValueError, match=f"takes direction 'ratio' .* got '{direction}'"):
+        PolicyLossConfig(divergence=divergence, direction=direction)
+
+
+def test_certified_is_for_the_kl_only() -> None:
+    PolicyLossConfig(divergence="topk_kl", direction="certified")
+    with pytest.raises(ValueError, match="bounds the derivative of the full KL"):
+        PolicyLossConfig(divergence="topk_tv", direction="certified")
+
+
+def test_a_total_variation_of_one_is_never_exceeded() -> None:
+    PolicyLossConfig(divergence="topk_kl", threshold=1.5)
+    for divergence in ("topk_tv", "binary_tv"):
+        with pytest.raises(ValueError, match=r"threshold must be .* below 1.0, got 1.0"):
+            PolicyLossConfig(divergence=divergence, direction="ratio", threshold=1.0)
 
 
 def test_wrong_arguments_are_named() -> None:

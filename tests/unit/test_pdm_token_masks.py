@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from pdm import divergence_mask, ratio_clip_mask
+from pdm import MaskResult, divergence_mask, mask_counts, ratio_clip_mask
 
 
 def test_divergence_mask_truth_table() -> None:
@@ -105,3 +105,28 @@ def test_clip_bounds_without_meaning_are_refused() -> None:
     for high in (0.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="high must be finite and above 0"):
             ratio_clip_mask(one, -one, -one, low=0.2, high=high)
+
+
+def test_counts_by_reason_are_over_trained_tokens() -> None:
+    #                     vetoed, outside, outward, inside, not trained
+    outside = torch.tensor([True, True, False, False, True])
+    outward = torch.tensor([True, False, True, False, True])
+    mask = MaskResult.from_criteria(outside, outward)
+    trained = torch.tensor([True, True, True, True, False])
+    certified = torch.tensor([True, False, True, False, True])
+    counts = mask_counts(mask, trained=trained, certified=certified)
+    assert {name: value.item() for name, value in vars(counts).items()} == {
+        "tokens": 4,
+        "outside": 2,
+        "outward": 2,
+        "vetoed": 1,
+        "certified": 2,
+        "certified_outside": 1,
+    }
+    everything = mask_counts(mask)
+    assert (everything.tokens.item(), everything.vetoed.item()) == (5, 2)
+    assert everything.certified is None
+    assert everything.certified_outside is None
+    assert everything.tokens.dtype == torch.int64
+    nothing = mask_counts(MaskResult.keep_all(torch.zeros(0)))
+    assert nothing.tokens.item() == nothing.vetoed.item() == 0

@@ -8,7 +8,7 @@ loss as the model's output: full logits are never gathered.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -20,7 +20,15 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron.rl.batch import MicroBatch
-from pdm import PolicyLossConfig, VocabShard, policy_loss, policy_statistics
+from pdm import (
+    PolicyLossConfig,
+    PolicyLossResult,
+    PolicyStatistics,
+    VocabShard,
+    fused_policy_loss,
+    policy_loss,
+    policy_statistics,
+)
 
 
 @dataclass(frozen=True)
@@ -47,23 +55,8 @@ class HeadContext:
     record: TokenRecord | None = None
 
 
-@dataclass(frozen=True)
-class ReferenceHead:
-    """The loss of DESIGN section 7 through plain autograd: logits of the rows, then the mask.
-
-    It materialises ``[N, V / TP]`` logits of one micro-batch, in ``logits_dtype``.
-
-    Attributes:
-        loss: which mask, and how tokens are weighted.
-        vocab_size: the true vocabulary size; padded rows of the head are left out.
-        temperature: both sides score with logits / temperature.
-        logits_dtype: dtype of the head's matrix product.
-    """
-
-    loss: PolicyLossConfig
-    vocab_size: int
-    temperature: float
-    logits_dtype: torch.dtype = torch.float32
+class PolicyHead(Protocol):
+    """What ``output_processor`` calls: hidden states in, the micro-batch's summed loss out."""
 
     def __call__(
         self,
@@ -82,40 +75,132 @@ class ReferenceHead:
             output_weight: the tied embedding's rows, or None.
             context: the micro-batch; receives the token count and the record.
         """
-        weight = output_weight if output_weight is not None else output_layer.weight
-        hidden = _whole_hidden(hidden_states, output_layer.sequence_parallel)
-        batch = context.batch
-        rows = hidden.flatten(0, 1).index_select(0, batch.rows)
+        ...
+
+
+@dataclass(frozen=True)
+class FusedHead:
+    """Statistics, mask and gradient in one pass over chunks of rows; see ``fused_policy_loss``.
+
+    Attributes:
+        loss: which mask, and how tokens are weighted.
+        vocab_size: the true vocabulary size; padded rows of the head are left out.
+        temperature: both sides score with logits / temperature.
+    """
+
+    loss: PolicyLossConfig
+    vocab_size: int
+    temperature: float
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: ColumnParallelLinear,
+        output_weight: Tensor | None,
+        context: HeadContext,
+        **unused: Any,
+    ) -> Tensor:
+        """See :class:`PolicyHead`."""
+        weight, rows = _head_inputs(hidden_states, output_layer, output_weight, context.batch)
+        fused = fused_policy_loss(
+            rows,
+            weight,
+            context.batch.support,
+            context.batch.advantages,
+            self.loss,
+            weights=context.batch.weights,
+            temperature=self.temperature,
+            shard=_vocab_shard(weight, self.vocab_size),
+            check_finite=False,
+        )
+        _record(context, fused.statistics, fused.result)
+        return fused.result.loss
+
+
+@dataclass(frozen=True)
+class ReferenceHead:
+    """The same loss through plain autograd: ``[N, V / TP]`` logits of one micro-batch.
+
+    Attributes:
+        loss, vocab_size, temperature: as of :class:`FusedHead`.
+        logits_dtype: dtype of the head's matrix product.
+    """
+
+    loss: PolicyLossConfig
+    vocab_size: int
+    temperature: float
+    logits_dtype: torch.dtype = torch.float32
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: ColumnParallelLinear,
+        output_weight: Tensor | None,
+        context: HeadContext,
+        **unused: Any,
+    ) -> Tensor:
+        """See :class:`PolicyHead`."""
+        weight, rows = _head_inputs(hidden_states, output_layer, output_weight, context.batch)
         logits = torch.nn.functional.linear(
             rows.to(self.logits_dtype), weight.to(self.logits_dtype)
         )
+        support = context.batch.support
         stats = policy_statistics(
-            logits, batch.support, temperature=self.temperature, shard=self._shard(weight)
+            logits,
+            support,
+            temperature=self.temperature,
+            shard=_vocab_shard(weight, self.vocab_size),
+            entropy_gradient=self.loss.entropy_coefficient != 0,
         )
         result = policy_loss(
-            stats, batch.support, batch.advantages, self.loss, weights=batch.weights
+            stats,
+            support,
+            context.batch.advantages,
+            self.loss,
+            weights=context.batch.weights,
+            check_finite=False,
         )
-        # Megatron adds token counts into an int tensor (schedules.py:802).
-        context.num_tokens = result.num_tokens.to(torch.int)
-        context.record = TokenRecord(
-            sequence=batch.sequence,
-            behavior_log_prob=batch.support.sampled_log_probs,
-            policy_log_prob=stats.log_prob.detach(),
-            advantages=batch.advantages,
-            divergence=result.divergence,
-            entropy=stats.entropy.detach(),
-            outside=result.mask.outside,
-            outward=result.mask.outward,
-            keep=result.mask.keep,
-        )
+        _record(context, stats, result)
         return result.loss
 
-    def _shard(self, weight: Tensor) -> VocabShard:
-        group = parallel_state.get_tensor_model_parallel_group()
-        start = group.rank() * weight.size(0)
-        return VocabShard(
-            start, start + weight.size(0), self.vocab_size, group if group.size() > 1 else None
-        )
+
+def _head_inputs(
+    hidden_states: Tensor,
+    output_layer: ColumnParallelLinear,
+    output_weight: Tensor | None,
+    batch: MicroBatch,
+) -> tuple[Tensor, Tensor]:
+    """Return the head's weight and the hidden states of the response rows ``[N, H]``."""
+    weight = output_weight if output_weight is not None else output_layer.weight
+    hidden = _whole_hidden(hidden_states, output_layer.sequence_parallel)
+    return weight, hidden.flatten(0, 1).index_select(0, batch.rows)
+
+
+def _record(context: HeadContext, stats: PolicyStatistics, result: PolicyLossResult) -> None:
+    batch = context.batch
+    # Megatron adds token counts into an int tensor (schedules.py:802).
+    context.num_tokens = result.num_tokens.to(torch.int)
+    context.record = TokenRecord(
+        sequence=batch.sequence,
+        behavior_log_prob=batch.support.sampled_log_probs,
+        policy_log_prob=stats.log_prob.detach(),
+        advantages=batch.advantages,
+        divergence=result.divergence,
+        entropy=stats.entropy.detach(),
+        outside=result.mask.outside,
+        outward=result.mask.outward,
+        keep=result.mask.keep,
+    )
+
+
+def _vocab_shard(weight: Tensor, vocab_size: int) -> VocabShard:
+    group = parallel_state.get_tensor_model_parallel_group()
+    start = group.rank() * weight.size(0)
+    return VocabShard(
+        start, start + weight.size(0), vocab_size, group if group.size() > 1 else None
+    )
 
 
 def _whole_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:

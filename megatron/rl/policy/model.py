@@ -21,7 +21,7 @@ from megatron.rl.errors import UserError
 from megatron.rl.model.architecture import Architecture
 from megatron.rl.model.build import BuildOptions, build_model
 from megatron.rl.parallel import ParallelConfig
-from megatron.rl.policy.head import ReferenceHead, TokenRecord
+from megatron.rl.policy.head import PolicyHead, TokenRecord
 from megatron.rl.policy.step import forward_backward
 from megatron.rl.weights.gather import gather_hf_tensors
 from megatron.rl.weights.load import load_hf_checkpoint
@@ -69,7 +69,7 @@ class Policy:
         layout: ParallelConfig,
         build: BuildOptions,
         settings: OptimizerSettings,
-        head: ReferenceHead,
+        head: PolicyHead,
         model_path: str,
     ) -> None:
         self.architecture = architecture

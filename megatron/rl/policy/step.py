@@ -11,12 +11,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron.rl.batch import MicroBatch
-from megatron.rl.policy.head import HeadContext, ReferenceHead, TokenRecord
+from megatron.rl.policy.head import HeadContext, PolicyHead, TokenRecord
 
 
 def forward_backward(
     model: torch.nn.Module,
-    head: ReferenceHead,
+    head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
     *,
     forward_only: bool = False,
@@ -51,7 +51,7 @@ def _forward_step(
     data_iterator: Iterator[MicroBatch],
     model: GPTModel,
     *,
-    head: ReferenceHead,
+    head: PolicyHead,
     records: list[TokenRecord],
 ) -> tuple[Tensor, Any]:
     batch = next(data_iterator)
