@@ -14,8 +14,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from pdm import BehaviorSupport
-from pdm.functional.aggregation import Aggregation, token_weights
+from pdm import BehaviorSupport, PolicyLossConfig, token_weights
 
 IntArray = np.ndarray
 FloatArray = np.ndarray
@@ -75,6 +74,8 @@ class MicroBatch:
         advantages: float32 ``[N]``.
         weights: float32 ``[N]``, the aggregation weight of each token.
         sequence: int64 ``[N]``, the number of each token's sequence within the rollout batch.
+        local_sequence: int64 ``[N]``, the same within this micro-batch, 0 to ``num_sequences - 1``.
+        num_sequences: sequences of this micro-batch; each lies whole in it.
     """
 
     input_ids: Tensor
@@ -85,6 +86,8 @@ class MicroBatch:
     advantages: Tensor
     weights: Tensor
     sequence: Tensor
+    local_sequence: Tensor
+    num_sequences: int
 
     @property
     def num_input_tokens(self) -> int:
@@ -143,7 +146,7 @@ def pack(
     members: IntArray,
     *,
     minibatch: IntArray,
-    aggregation: Aggregation,
+    loss: PolicyLossConfig,
     pad_multiple: int,
     device: torch.device,
 ) -> MicroBatch:
@@ -153,7 +156,7 @@ def pack(
         members: sequence numbers, possibly none.
         minibatch: all sequences of this optimizer step, over all ranks and micro-batches; the
             denominators of the aggregation are theirs.
-        aggregation: how the minibatch's token losses are averaged.
+        loss: says how the minibatch's token losses are averaged.
         pad_multiple: the input length becomes a multiple of this (sequence parallelism splits it
             over ranks) by a last sequence of padding that no row points at.
     """
@@ -206,9 +209,14 @@ def pack(
         weights=token_weights(
             tensor(sequence, torch.int64),
             tensor(response_lengths, torch.int64),
-            aggregation=aggregation,
+            aggregation=loss.aggregation,
             global_tokens=int(response_lengths[minibatch].sum()),
             global_sequences=len(minibatch),
+            fixed_length=loss.fixed_length,
         ),
         sequence=tensor(sequence, torch.int64),
+        local_sequence=tensor(
+            np.repeat(np.arange(len(members)), response_lengths[members]), torch.int64
+        ),
+        num_sequences=len(members),
     )

@@ -7,6 +7,7 @@ name another one as its ``base`` and then holds only what differs.
 
 import dataclasses
 import difflib
+import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -246,11 +247,19 @@ def _refuse_unknown_keys(tree: dict[str, Any], schema: type, prefix: str) -> Non
                 f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted(known))}"
             )
             raise UserError(f"unknown setting {prefix}{key}; {hint}")
-        section = hints[key]
+        section = _without_none(hints[key])
         if dataclasses.is_dataclass(section) and isinstance(section, type):
+            if value is None and section is not hints[key]:
+                continue
             if not isinstance(value, dict):
                 raise UserError(f"{prefix}{key}: expected a section of settings, got {value!r}")
             _refuse_unknown_keys(value, section, f"{prefix}{key}.")
+
+
+def _without_none(hint: Any) -> Any:
+    """Return T of ``T | None``, and anything else as it is."""
+    options = [option for option in typing.get_args(hint) if option is not type(None)]
+    return options[0] if isinstance(hint, types.UnionType) and len(options) == 1 else hint
 
 
 def _check_ranges(config: Config) -> None:
@@ -270,6 +279,12 @@ def _check_ranges(config: Config) -> None:
             _require(value is None or value > 0, f"{section}.{name}", "a positive number", value)
     _require(config.train.rollouts >= 0, "train.rollouts", "0 or more", config.train.rollouts)
     _check_rollout(config.rollout)
+    _require(
+        config.loss.kl_coefficient == 0,
+        "loss.kl_coefficient",
+        "0: this trainer has no reference policy yet",
+        config.loss.kl_coefficient,
+    )
     if config.policy.head == "fused":
         _require(
             config.policy.logits_dtype == "float32",

@@ -10,7 +10,10 @@ sampled token. Names that users of other trainers look for are logged beside our
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ from torch import Tensor
 from megatron.rl.policy.head import TokenRecord
 
 DIVERGENCE_QUANTILES = (0.5, 0.9, 0.99)
+# Longest response of each bucket of the acceptance by length; the last bucket is open.
+ACCEPTANCE_LENGTHS = (64, 256, 1024, 4096)
 
 
 def gather_records(
@@ -28,12 +33,15 @@ def gather_records(
 
     Collective over ``data_group``; call it on the last pipeline stage only.
     """
+    names = [f.name for f in dataclasses.fields(TokenRecord)]
+    absent: dict[str, Any] = {name: None for name in names if getattr(records[0], name) is None}
     joined = {
-        f.name: torch.cat([getattr(record, f.name) for record in records])
-        for f in dataclasses.fields(TokenRecord)
+        name: torch.cat([getattr(record, name) for record in records])
+        for name in names
+        if name not in absent
     }
     if data_group is None or data_group.size() == 1:
-        return TokenRecord(**joined)
+        return TokenRecord(**joined, **absent)
     # One float64 table: ids below 2**53 and booleans survive it, and one collective does.
     table = torch.stack([column.to(torch.float64) for column in joined.values()])
     counts = [
@@ -47,7 +55,7 @@ def gather_records(
     dist.all_gather(tables, padded, group=data_group)
     whole = torch.cat([t[:, : int(n)] for t, n in zip(tables, counts, strict=True)], dim=1)
     columns = zip(joined.items(), whole, strict=True)
-    return TokenRecord(**{name: new.to(old.dtype) for (name, old), new in columns})
+    return TokenRecord(**{name: new.to(old.dtype) for (name, old), new in columns}, **absent)
 
 
 def loss_metrics(tokens: TokenRecord) -> dict[str, float]:
@@ -58,6 +66,8 @@ def loss_metrics(tokens: TokenRecord) -> dict[str, float]:
     - ``ppl_gap`` = mean over sequences of (mean log pi - mean log mu)
     - ``divergence/*``: mean, quantiles and maximum of the gating divergence D
     - ``entropy`` in nats; ``ratio/*`` of pi to mu
+    - ``certified_fraction`` with ``direction: certified``; ``sequence_acceptance`` and the same by
+      response length with a sequence mask
     """
     if tokens.sequence.numel() == 0:
         return {}
@@ -83,6 +93,10 @@ def loss_metrics(tokens: TokenRecord) -> dict[str, float]:
         "is_masked_low": (vetoed & (log_ratio < 0)).double().mean(),
         "is_masked_high": (vetoed & (log_ratio > 0)).double().mean(),
     }
+    if tokens.certified is not None:
+        metrics["certified_fraction"] = tokens.certified.double().mean()
+    if tokens.accepted is not None:
+        metrics |= _acceptance(tokens.accepted, tokens.sequence)
     for q, value in zip(DIVERGENCE_QUANTILES, quantiles, strict=True):
         metrics[f"divergence/p{q * 100:g}"] = value
     return {name: float(value) for name, value in metrics.items()} | {
@@ -122,6 +136,19 @@ def mismatch_metrics(tokens: TokenRecord) -> dict[str, float]:
         "mismatch_kl/max": k3.max(),
     }
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _acceptance(accepted: Tensor, sequence: Tensor) -> dict[str, Tensor]:
+    """Share of accepted sequences, over all and by response length."""
+    verdict = _sequence_means(accepted.double(), sequence)
+    lengths = torch.unique(sequence, return_counts=True)[1]
+    metrics = {"sequence_acceptance": verdict.mean()}
+    edges = (0, *ACCEPTANCE_LENGTHS, math.inf)
+    for low, high in itertools.pairwise(edges):
+        inside = (lengths > low) & (lengths <= high)
+        if inside.any():
+            metrics[f"sequence_acceptance/up_to_{high:g}"] = verdict[inside].mean()
+    return metrics
 
 
 def _log_ratio(tokens: TokenRecord) -> Tensor:

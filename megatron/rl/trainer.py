@@ -133,7 +133,7 @@ class Trainer:
                 sequences,
                 mine,
                 minibatch=members,
-                aggregation=config.loss.aggregation,
+                loss=config.loss,
                 pad_multiple=config.parallel.tensor if config.parallel.sequence_parallel else 1,
                 device=self._policy.device,
             )

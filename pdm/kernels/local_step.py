@@ -86,11 +86,11 @@ class LocalStep(Protocol):
         ...
 
     def add_gradient(
-        self, rows: RowGradient, hidden_grad: Tensor, weight_grad: Tensor | None
+        self, rows: RowGradient, hidden_grad: Tensor | None, weight_grad: Tensor | None
     ) -> None:
         """Add this chunk's gradients to ``hidden_grad`` [C, H] and ``weight_grad`` [V, H].
 
-        Gradients are with respect to the hidden states and the weight that ``statistics`` got; a
-        ``weight_grad`` of None is not computed (a frozen head). May use up what was kept.
+        Gradients are with respect to the hidden states and the weight that ``statistics`` got; None
+        is not computed (a frozen trunk, a frozen head). May use up what was kept.
         """
         ...

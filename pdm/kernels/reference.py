@@ -44,7 +44,7 @@ class ReferenceStep:
         )
 
     def add_gradient(
-        self, rows: RowGradient, hidden_grad: Tensor, weight_grad: Tensor | None
+        self, rows: RowGradient, hidden_grad: Tensor | None, weight_grad: Tensor | None
     ) -> None:
         """Add the gradients of the active rows."""
         active = rows.active_rows()
@@ -61,6 +61,7 @@ class ReferenceStep:
             surprise = surprise + rows.entropy[active].unsqueeze(-1)
             gradient -= probs * surprise * rows.entropy_coefficient[active].unsqueeze(-1)
         gradient = gradient / self.temperature
-        hidden_grad.index_add_(0, active, (gradient @ self.weight).to(hidden_grad.dtype))
+        if hidden_grad is not None:
+            hidden_grad.index_add_(0, active, (gradient @ self.weight).to(hidden_grad.dtype))
         if weight_grad is not None:
             weight_grad.add_((gradient.T @ self.hidden[active]).to(weight_grad.dtype))

@@ -88,7 +88,7 @@ class TiledStep:
         )
 
     def add_gradient(
-        self, rows: RowGradient, hidden_grad: Tensor, weight_grad: Tensor | None
+        self, rows: RowGradient, hidden_grad: Tensor | None, weight_grad: Tensor | None
     ) -> None:
         """Add the gradients of the active rows, tile by tile; uses up the exponentials."""
         active = rows.active_rows()
@@ -99,7 +99,7 @@ class TiledStep:
         hidden = self._hidden if everyone else self._hidden[active]
         coefficient = rows.coefficient[active] / self.temperature
         scale = (self._tile_max[:, active] - rows.log_normalizer[active]).exp()
-        partial = hidden.new_zeros(hidden.shape)
+        partial = None if hidden_grad is None else torch.zeros_like(hidden)
         for i, start in enumerate(self._starts):
             tile = self._weight[start : start + TILE_COLUMNS].to(hidden.dtype)
             e = self._tile(i, count, tile.shape[0])
@@ -108,41 +108,29 @@ class TiledStep:
                 gradient *= (-coefficient * scale[i]).unsqueeze(1)
             else:
                 gradient = self._with_entropy(gradient, rows, active, scale[i], coefficient)
-            partial.addmm_(gradient, tile)
+            if partial is not None:
+                partial.addmm_(gradient, tile)
             if weight_grad is not None:
                 _add_product(weight_grad[start : start + TILE_COLUMNS], gradient.T, hidden)
-        self._add_sampled(rows, active, coefficient, hidden, partial, weight_grad)
-        if everyone:
-            hidden_grad += partial
-        else:
+        # The c 1[y] part: one row of the head a token.
+        column = rows.sampled_column[active]
+        hit = torch.where(column >= 0, coefficient, 0.0).unsqueeze(1)
+        column = column.clamp_min(0)
+        if weight_grad is not None:
+            weight_grad.index_add_(0, column, (hit * hidden).to(weight_grad.dtype))
+        if hidden_grad is not None and partial is not None:
+            partial += hit * self._weight[column].to(hidden.dtype)
             hidden_grad.index_add_(0, active, partial.to(hidden_grad.dtype))
 
     def _with_entropy(
         self, e: Tensor, rows: RowGradient, active: Tensor, scale: Tensor, coefficient: Tensor
     ) -> Tensor:
+        """Return -c pi - b pi (log pi + H) for the active rows of a tile, over T."""
         assert rows.entropy_coefficient is not None
         probs = e * scale.unsqueeze(1)
         surprise = torch.where(probs == 0.0, 0.0, probs.log()) + rows.entropy[active].unsqueeze(1)
         bonus = rows.entropy_coefficient[active] / self.temperature
         return -probs * (coefficient.unsqueeze(1) + bonus.unsqueeze(1) * surprise)
-
-    def _add_sampled(
-        self,
-        rows: RowGradient,
-        active: Tensor,
-        coefficient: Tensor,
-        hidden: Tensor,
-        partial: Tensor,
-        weight_grad: Tensor | None,
-    ) -> None:
-        """Add the c 1[y] part of the gradient: one row of the head a token."""
-        column = rows.sampled_column[active]
-        owned = column >= 0
-        hit = torch.where(owned, coefficient, 0.0).unsqueeze(1)
-        column = column.clamp_min(0)
-        partial += hit * self._weight[column].to(hidden.dtype)
-        if weight_grad is not None:
-            weight_grad.index_add_(0, column, (hit * hidden).to(weight_grad.dtype))
 
     def _tile(self, i: int, count: int, columns: int) -> Tensor:
         start = i * TILE_COLUMNS * count

@@ -149,7 +149,7 @@ class TritonStep:
         return LocalStatistics.unpack(torch.cat([scalars.T, support_logits], dim=-1))
 
     def add_gradient(
-        self, rows: RowGradient, hidden_grad: Tensor, weight_grad: Tensor | None
+        self, rows: RowGradient, hidden_grad: Tensor | None, weight_grad: Tensor | None
     ) -> None:
         """Add the gradients; rows without a coefficient add exact zeros."""
         count, width = self._logits.shape
@@ -173,7 +173,8 @@ class TritonStep:
             HAS_BONUS=bonus is not None,
             BLOCK=block,
         )
-        hidden_grad += _product(gradient, self._weight)
+        if hidden_grad is not None:
+            hidden_grad += _product(gradient, self._weight)
         if weight_grad is not None:
             weight_grad += _product(gradient.T, self._hidden)
 

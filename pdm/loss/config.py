@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pdm.functional.aggregation import Aggregation, require_fixed_length
 from pdm.functional.penalties import KlEstimator
+from pdm.functional.sequence_mask_config import SequenceMaskConfig
 from pdm.functional.token_masks import MaskResult
 from pdm.statistics import PolicyStatistics
 from pdm.support import BehaviorSupport
@@ -83,6 +84,10 @@ class PolicyLossConfig:
 
     aggregation: Aggregation = "token_mean"
     """Which mean over tokens the weights stand for; all but token_mean need ``weights``."""
+
+    sequence_mask: SequenceMaskConfig | None = None
+    """Trust region masking: whole sequences that are rejected, on top of the token mask. Make the
+    verdict with ``accept_sequences`` and give it to ``policy_loss`` as ``accepted``."""
 
     fixed_length: int | None = None
     """sequence_sum_fixed: the length that every sequence's sum is divided by, an argument of

@@ -21,6 +21,7 @@ from pdm.vocab_parallel.chunks import (
     Chunk,
     HeadSettings,
     Implementation,
+    deliver_weight_gradient,
     sampled_column,
     walk,
 )
@@ -174,20 +175,8 @@ class _FusedLoss(torch.autograd.Function):
         if hidden_grad is not None:
             hidden_grad = hidden_grad.mul_(grad_loss).to(ctx.hidden_dtype)
         if weight_grad is not None:
-            weight_grad = _deliver(ctx.weight, weight_grad.mul_(grad_loss))
+            weight_grad = deliver_weight_gradient(ctx.weight, weight_grad.mul_(grad_loss))
         return (hidden_grad, weight_grad, *(None,) * 6)
-
-
-def _deliver(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Hand the weight's gradient to Megatron's buffer where there is one, else to autograd."""
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        return gradient.to(weight.dtype)
-    # DistributedDataParallel's hook adds .grad to main_grad unless told that it was done; None
-    # instead of zeros would keep the hook from firing, and break overlapped reduction.
-    main_grad.add_(gradient)
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros_like(weight)
 
 
 def _add_gradient(
@@ -207,10 +196,9 @@ def _add_gradient(
         entropy_coefficient=_entropy_coefficient(result, inputs.rows(chunk.rows), config),
         entropy=statistics.entropy,
     )
-    if hidden_grad is None:
-        hidden_grad = chunk.merged.log_normalizer.new_zeros(0)
+    chunk_grad = None if hidden_grad is None else hidden_grad[chunk.rows]
     true_rows = None if weight_grad is None else weight_grad[: settings.shard.true_width]
-    chunk.step.add_gradient(gradient, hidden_grad[chunk.rows], true_rows)
+    chunk.step.add_gradient(gradient, chunk_grad, true_rows)
 
 
 def _entropy_coefficient(

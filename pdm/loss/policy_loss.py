@@ -263,6 +263,11 @@ def _check_arguments(
             f"policy_loss: aggregation={config.aggregation!r} needs weights, which depend on the "
             "whole global batch; make them with token_weights and pass weights="
         )
+    if config.sequence_mask is not None and accepted is None:
+        raise ValueError(
+            "policy_loss: sequence_mask is set, so the verdict on each token's sequence is needed; "
+            "make it with accept_sequences and expand_to_tokens and pass accepted="
+        )
     if config.kl_coefficient != 0 and reference_log_prob is None:
         raise ValueError(
             f"policy_loss: kl_coefficient={config.kl_coefficient} needs reference_log_prob, the "

@@ -106,6 +106,18 @@ def sampled_column(support: BehaviorSupport, shard: VocabShard) -> Tensor:
     return torch.where(shard.owns(support.sampled), support.sampled - shard.start, -1)
 
 
+def deliver_weight_gradient(weight: Tensor, gradient: Tensor) -> Tensor:
+    """Hand the weight's gradient to Megatron's buffer where there is one, else to autograd."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return gradient.to(weight.dtype)
+    # DistributedDataParallel's hook adds .grad to main_grad unless told that it was done; None
+    # instead of zeros would keep the hook from firing, and break overlapped reduction.
+    main_grad.add_(gradient)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.zeros_like(weight)
+
+
 def _default_chunk_size(width: int, dtype: torch.dtype, in_flight: int) -> int:
     return max(1, DEFAULT_CHUNK_BYTES // (in_flight * max(width, 1) * dtype.itemsize))
 

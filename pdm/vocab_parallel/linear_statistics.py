@@ -14,7 +14,14 @@ from torch.autograd.function import once_differentiable
 from pdm.kernels.local_step import RowGradient
 from pdm.statistics import PolicyStatistics
 from pdm.support import BehaviorSupport
-from pdm.vocab_parallel.chunks import HeadSettings, Implementation, sampled_column, walk
+from pdm.vocab_parallel.chunks import (
+    HeadSettings,
+    Implementation,
+    deliver_weight_gradient,
+    sampled_column,
+    support_rows,
+    walk,
+)
 from pdm.vocab_parallel.shard import VocabShard
 
 
@@ -142,25 +149,30 @@ class _LinearStatistics(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         settings: HeadSettings = ctx.settings
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        hidden_grad = torch.zeros_like(hidden, dtype=dtype)
+        active = grad_log_prob != 0
+        if ctx.entropy_gradient:
+            active = active | (grad_entropy != 0)
+        # Only rows with a gradient are computed again: what a mask left out costs nothing here.
+        rows = active.nonzero().squeeze(-1)
+        support = support_rows(ctx.support, rows)
+        partial = hidden.new_zeros(len(rows), hidden.shape[1], dtype=dtype)
         weight_grad = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        for chunk in walk(hidden, weight, ctx.support, settings):
+        true_rows = None if weight_grad is None else weight_grad[: settings.shard.true_width]
+        for chunk in walk(hidden[rows], weight, support, settings):
             gradient = RowGradient(
                 log_normalizer=chunk.merged.log_normalizer,
-                coefficient=grad_log_prob[chunk.rows],
+                coefficient=grad_log_prob[rows][chunk.rows],
                 sampled_column=sampled_column(chunk.support, settings.shard),
-                entropy_coefficient=grad_entropy[chunk.rows] if ctx.entropy_gradient else None,
+                entropy_coefficient=(
+                    grad_entropy[rows][chunk.rows] if ctx.entropy_gradient else None
+                ),
                 entropy=chunk.merged.statistics.entropy,
             )
-            true_rows = None if weight_grad is None else weight_grad[: settings.shard.true_width]
-            chunk.step.add_gradient(gradient, hidden_grad[chunk.rows], true_rows)
-        return (
-            hidden_grad.to(hidden.dtype),
-            None if weight_grad is None else weight_grad.to(weight.dtype),
-            None,
-            None,
-            None,
-        )
+            chunk.step.add_gradient(gradient, partial[chunk.rows], true_rows)
+        hidden_grad = torch.zeros_like(hidden).index_copy_(0, rows, partial.to(hidden.dtype))
+        if weight_grad is not None:
+            weight_grad = deliver_weight_gradient(weight, weight_grad)
+        return hidden_grad, weight_grad, None, None, None
 
 
 def empty_statistics(

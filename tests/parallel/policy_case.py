@@ -133,7 +133,7 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
             sequences,
             members,
             minibatch=everyone,
-            aggregation=case.loss.aggregation,
+            loss=case.loss,
             pad_multiple=layout.tensor if layout.sequence_parallel else 1,
             device=torch.device("cpu"),
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.rl.batch import Sequences, minibatches, pack, plan_micro_batches
+from pdm import PolicyLossConfig
 
 TOP_K = 2
 
@@ -34,7 +35,7 @@ def pack_all(members: list[int], pad_multiple: int = 1, aggregation: str = "toke
         two_sequences(),
         np.array(members, dtype=np.int64),
         minibatch=np.array([0, 1]),
-        aggregation=aggregation,  # type: ignore[arg-type]
+        loss=PolicyLossConfig(aggregation=aggregation),  # type: ignore[arg-type]
         pad_multiple=pad_multiple,
         device=torch.device("cpu"),
     )

@@ -26,6 +26,8 @@ def record(sequence: list[int], behavior: list[float], policy: list[float], **mo
         divergence=torch.tensor(more.get("divergence", [0.0] * count)),
         entropy=torch.tensor(more.get("entropy", [0.0] * count)),
         keep=~(flags["outside"] & flags["outward"]),
+        certified=None,
+        accepted=more.get("accepted"),
         **flags,
     )
 
@@ -93,3 +95,13 @@ def test_no_tokens_give_no_metrics() -> None:
 def test_half_the_tokens_of_a_split_sequence_count_once() -> None:
     halves = [record([3], [-LOG2], [-2 * LOG2]), record([3], [-LOG2], [-LOG2])]
     assert loss_metrics(gather_records(halves, None))["ppl_gap"] == pytest.approx(-LOG2 / 2)
+
+
+def test_acceptance_is_of_sequences_and_by_length() -> None:
+    accepted = torch.tensor([True] * 100 + [False])
+    tokens = record([0] * 100 + [1], [0.0] * 101, [0.0] * 101, accepted=accepted)
+    metrics = loss_metrics(tokens)
+    assert metrics["sequence_acceptance"] == 0.5
+    assert metrics["sequence_acceptance/up_to_64"] == 0.0
+    assert metrics["sequence_acceptance/up_to_256"] == 1.0
+    assert "sequence_acceptance/up_to_1024" not in metrics

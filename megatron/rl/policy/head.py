@@ -25,7 +25,10 @@ from pdm import (
     PolicyLossResult,
     PolicyStatistics,
     VocabShard,
+    accept_sequences,
+    expand_to_tokens,
     fused_policy_loss,
+    linear_policy_statistics,
     policy_loss,
     policy_statistics,
 )
@@ -44,6 +47,10 @@ class TokenRecord:
     outside: Tensor
     outward: Tensor
     keep: Tensor
+    certified: Tensor | None
+    """Tokens whose direction has a proven sign; only with ``direction: certified``."""
+    accepted: Tensor | None
+    """Tokens of accepted sequences; only with a sequence mask."""
 
 
 @dataclass
@@ -103,6 +110,8 @@ class FusedHead:
     ) -> Tensor:
         """See :class:`PolicyHead`."""
         weight, rows = _head_inputs(hidden_states, output_layer, output_weight, context.batch)
+        if self.loss.sequence_mask is not None:
+            return self._two_phases(rows, weight, context)
         fused = fused_policy_loss(
             rows,
             weight,
@@ -114,8 +123,20 @@ class FusedHead:
             shard=_vocab_shard(weight, self.vocab_size),
             check_finite=False,
         )
-        _record(context, fused.statistics, fused.result)
+        _record(context, fused.statistics, fused.result, None)
         return fused.result.loss
+
+    def _two_phases(self, rows: Tensor, weight: Tensor, context: HeadContext) -> Tensor:
+        """Score every row first; backward computes only those of accepted sequences again."""
+        stats = linear_policy_statistics(
+            rows,
+            weight,
+            context.batch.support,
+            temperature=self.temperature,
+            shard=_vocab_shard(weight, self.vocab_size),
+            entropy_gradient=self.loss.entropy_coefficient != 0,
+        )
+        return _loss_of_statistics(stats, context, self.loss)
 
 
 @dataclass(frozen=True)
@@ -146,24 +167,14 @@ class ReferenceHead:
         logits = torch.nn.functional.linear(
             rows.to(self.logits_dtype), weight.to(self.logits_dtype)
         )
-        support = context.batch.support
         stats = policy_statistics(
             logits,
-            support,
+            context.batch.support,
             temperature=self.temperature,
             shard=_vocab_shard(weight, self.vocab_size),
             entropy_gradient=self.loss.entropy_coefficient != 0,
         )
-        result = policy_loss(
-            stats,
-            support,
-            context.batch.advantages,
-            self.loss,
-            weights=context.batch.weights,
-            check_finite=False,
-        )
-        _record(context, stats, result)
-        return result.loss
+        return _loss_of_statistics(stats, context, self.loss)
 
 
 def _head_inputs(
@@ -178,7 +189,35 @@ def _head_inputs(
     return weight, hidden.flatten(0, 1).index_select(0, batch.rows)
 
 
-def _record(context: HeadContext, stats: PolicyStatistics, result: PolicyLossResult) -> None:
+def _loss_of_statistics(
+    stats: PolicyStatistics, context: HeadContext, loss: PolicyLossConfig
+) -> Tensor:
+    batch = context.batch
+    accepted = None
+    if loss.sequence_mask is not None:
+        verdict = accept_sequences(
+            loss.sequence_mask, stats, batch.support, batch.local_sequence, batch.num_sequences
+        )
+        accepted = expand_to_tokens(verdict.accept, batch.local_sequence)
+    result = policy_loss(
+        stats,
+        batch.support,
+        batch.advantages,
+        loss,
+        weights=batch.weights,
+        accepted=accepted,
+        check_finite=False,
+    )
+    _record(context, stats, result, accepted)
+    return result.loss
+
+
+def _record(
+    context: HeadContext,
+    stats: PolicyStatistics,
+    result: PolicyLossResult,
+    accepted: Tensor | None,
+) -> None:
     batch = context.batch
     # Megatron adds token counts into an int tensor (schedules.py:802).
     context.num_tokens = result.num_tokens.to(torch.int)
@@ -192,6 +231,8 @@ def _record(context: HeadContext, stats: PolicyStatistics, result: PolicyLossRes
         outside=result.mask.outside,
         outward=result.mask.outward,
         keep=result.mask.keep,
+        certified=result.certified,
+        accepted=accepted,
     )
 
 
