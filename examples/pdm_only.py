@@ -7,18 +7,18 @@ A batch is sampled once, recorded as a rollout engine would record it (top-K log
 the sampled token's own), and then trained on for several optimizer steps: the policy moves away
 from the one that sampled, and the mask decides which tokens may push it further. Prints the mean
 reward of the first and of the last batch, and the share of tokens vetoed in between: from 0.03 to
-0.99, 6 % vetoed, in 2 s on one CPU core.
+0.87 with 1.2 % vetoed, in 4 s on one CPU core.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from pdm import BehaviorSupport, PolicyLossConfig, group_advantages, policy_loss, policy_statistics
 
-VOCAB, TOP_K, LENGTH = 32, 8, 8
-PROMPTS, GROUP_SIZE = 32, 8  # a prompt is a start token; each gets a group of responses
-BATCHES, STEPS_PER_BATCH = 40, 6
+VOCAB, TOP_K, LENGTH, GROUP_SIZE = 32, 8, 8, 8
+BATCHES, STEPS_PER_BATCH, LEARNING_RATE = 40, 6, 0.02
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,34 @@ class Outcome:
     vetoed_share: float
 
 
+@torch.no_grad()
+def rollout(policy: torch.nn.Module, prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample LENGTH tokens after each prompt [B]: tokens [B, 1 + LENGTH], log mu [B, LENGTH, V]."""
+    tokens, log_mu = [prompts], []
+    for _ in range(LENGTH):
+        log_mu.append(policy(tokens[-1]).log_softmax(dim=-1))
+        tokens.append(torch.multinomial(log_mu[-1].exp(), 1).squeeze(-1))
+    return torch.stack(tokens, dim=1), torch.stack(log_mu, dim=1)
+
+
 def train(config: PolicyLossConfig, seed: int = 0) -> Outcome:
-    """Train from scratch with the given mask; the reward is the share of tokens that count on."""
+    """Train from scratch; the reward is the share of tokens that are their predecessor plus 1."""
     torch.manual_seed(seed)
     policy = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB))
-    optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
-    prompt_ids = torch.arange(PROMPTS).repeat_interleave(GROUP_SIZE)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
+    prompts = torch.arange(VOCAB).repeat_interleave(GROUP_SIZE)
     mean_rewards, vetoed, trained = [], 0, 0
     for _ in range(BATCHES):
-        tokens = [prompt_ids % VOCAB]  # rollout: what the engine sees and what it reports
-        log_mu = []
-        with torch.no_grad():
-            for _ in range(LENGTH):
-                log_mu.append(policy(tokens[-1]).log_softmax(dim=-1))
-                tokens.append(torch.multinomial(log_mu[-1].exp(), 1).squeeze(-1))
-        inputs, sampled = torch.stack(tokens[:-1], dim=1), torch.stack(tokens[1:], dim=1)
-        log_probs = torch.stack(log_mu, dim=1)  # [sequences, LENGTH, VOCAB]; an engine keeps top K
-        top = log_probs.topk(TOP_K, dim=-1)
-        own = log_probs.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)
+        tokens, log_mu = rollout(policy, prompts)
+        inputs, sampled = tokens[:, :-1], tokens[:, 1:]
+        top = log_mu.topk(TOP_K, dim=-1)  # all that an engine would report, besides:
+        own = log_mu.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)
         support = BehaviorSupport.from_topk(top.indices, top.values, sampled, own)
 
         rewards = (sampled == (inputs + 1) % VOCAB).float().mean(dim=1)
-        advantages = group_advantages(rewards, prompt_ids).unsqueeze(1).expand(-1, LENGTH)
-        for _ in range(STEPS_PER_BATCH):  # training: mu stays what was recorded
+        mean_rewards.append(rewards.mean().item())
+        advantages = group_advantages(rewards, prompts).unsqueeze(1).expand(-1, LENGTH)
+        for _ in range(STEPS_PER_BATCH):  # mu stays what was recorded
             stats = policy_statistics(policy(inputs), support)
             result = policy_loss(stats, support, advantages, config)
             optimizer.zero_grad()
@@ -60,11 +65,10 @@ def train(config: PolicyLossConfig, seed: int = 0) -> Outcome:
             optimizer.step()
             vetoed += int((~result.mask.keep).sum())
             trained += int(result.num_tokens)
-        mean_rewards.append(rewards.mean().item())
     return Outcome(mean_rewards[0], mean_rewards[-1], vetoed / trained)
 
 
 if __name__ == "__main__":
-    outcome = train(PolicyLossConfig(direction="uniform"))
+    outcome = train(PolicyLossConfig(direction="uniform", threshold=0.15))
     print(f"mean reward {outcome.reward_before:.2f} -> {outcome.reward_after:.2f}")
     print(f"vetoed {outcome.vetoed_share:.1%} of the trained tokens")
