@@ -150,3 +150,42 @@ def test_an_error_in_a_rank_is_the_users_when_it_is(tmp_path: Path, model: Path)
     code, output = run.wait()
     assert code == 2
     assert "error: megatron.transformer.hiden_size: TransformerConfig has no such field" in output
+
+
+@pytest.mark.slow
+def test_every_mask_trains_and_zero_advantages_do_not(tmp_path: Path, model: Path) -> None:
+    from safetensors.torch import load_file
+
+    masks = {
+        "none": ["loss.mask=none"],
+        "clip": ["loss.mask=ratio_clip"],
+        "dppo": ["loss.direction=ratio"],
+        "aggregated": ["loss.direction=aggregated"],
+        "uniform": ["loss.direction=uniform"],
+        "exact": ["loss.direction=exact"],
+        "certified": ["loss.direction=certified"],
+        "sequences": [
+            "loss.sequence_mask={criterion: max, divergence: topk_kl, max_threshold: 0.05}"
+        ],
+        "zero": ["train.advantage_scale=0"],
+    }
+    weights, vetoed, accepted = {}, {}, {}
+    for name, settings in masks.items():
+        run = start(tmp_path / name, model, [*settings, "train.weight_decay=0"])
+        code, output = run.wait()
+        assert code == 0, output
+        weights[name] = load_file(run.run_folder / "policy" / "model.safetensors")
+        vetoed[name] = sum(record["vetoed_tokens"] for record in run.metrics("step"))
+        accepted[name] = [record.get("sequence_acceptance") for record in run.metrics("step")]
+    start_weights = load_file(model / "model.safetensors")
+    assert _same(weights.pop("zero"), start_weights), "nothing may be learnt from nothing"
+    assert vetoed.pop("zero") == vetoed.pop("none") == 0
+    assert min(vetoed.values()) > 0, vetoed
+    assert min(accepted["sequences"]) < 1 and accepted["uniform"][0] is None
+    for name, trained in weights.items():
+        assert not _same(trained, start_weights), name
+        assert name == "none" or not _same(trained, weights["none"]), name
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, b[name]) for name, tensor in a.items())

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One clipped step with the distributed optimizer, in several layouts, against float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import QWEN3_MOE, random_tensors, write_checkpoint
+from tests.parallel.policy_case import LOSS, TEMPERATURE, float64_oracle, make_sequences
+from tests.parallel.spawn import run_ranks
+
+# Adam's first step is lr * g / (|g| + eps). With an eps far above every gradient it is linear in g,
+# and does not blow up the rounding of gradients near zero.
+ADAM_EPS = 1e6
+LEARNING_RATE = 10.0 * ADAM_EPS
+CLIP_GRAD = 0.5
+LAYOUTS = [{"data": 2, "expert": 2}, {"tensor": 2, "expert": 2}, {"pipeline": 2}]
+
+
+def take_steps(
+    rank: int, world_size: int, path: str, layouts: list[dict[str, int]]
+) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """Take one step in each layout; rank 0 returns gradient norms and new weights."""
+    from megatron.rl import cpu_backend
+
+    cpu_backend.install()
+    from megatron.core import parallel_state
+
+    results = []
+    for layout in layouts:
+        results.append(_take_step(path, layout))
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torch.Tensor]]:
+    from megatron.core import parallel_state
+
+    from megatron.rl.batch import pack, plan_micro_batches
+    from megatron.rl.model.architecture import read_architecture
+    from megatron.rl.model.build import BuildOptions
+    from megatron.rl.parallel import ParallelConfig, build_groups
+    from megatron.rl.policy.head import FusedHead
+    from megatron.rl.policy.model import OptimizerSettings, Policy
+
+    parallel = ParallelConfig(**layout)
+    build_groups(parallel, seed=1)
+    architecture = read_architecture(path)
+    settings = OptimizerSettings(
+        learning_rate=LEARNING_RATE,
+        min_learning_rate=0.0,
+        warmup_steps=0,
+        total_steps=1,
+        schedule="constant",
+        weight_decay=0.0,
+        clip_grad=CLIP_GRAD,
+        ddp={"overlap_grad_reduce": "data" in layout},
+        optimizer={"adam_eps": ADAM_EPS},
+    )
+    head = FusedHead(LOSS, architecture.vocab_size, TEMPERATURE)
+    policy = Policy(architecture, parallel, BuildOptions(), settings, head, path)
+    sequences = make_sequences(architecture.vocab_size)
+    everyone = np.arange(len(sequences))
+    plan = plan_micro_batches(
+        sequences.input_lengths, everyone, data_parallel=parallel.data, max_tokens=40
+    )
+    batches = [
+        pack(
+            sequences,
+            members,
+            minibatch=everyone,
+            loss=LOSS,
+            pad_multiple=parallel.tensor,
+            device=torch.device("cpu"),
+        )
+        for members in plan[parallel_state.get_data_parallel_rank()]
+    ]
+    result = policy.train_step(batches)
+    assert result.learning_rate == LEARNING_RATE
+    return result.grad_norm, {name: tensor.clone() for name, tensor in policy.hf_tensors()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "moe", QWEN3_MOE))
+
+
+def test_clipped_step_of_the_distributed_optimizer(checkpoint: str) -> None:
+    oracle = float64_oracle(checkpoint, LOSS).gradients
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in oracle.values()))
+    assert norm > CLIP_GRAD, "clipping must do something"
+    factor = LEARNING_RATE / ADAM_EPS * CLIP_GRAD / (norm + 1e-6)
+    before = random_tensors(QWEN3_MOE, seed=0)
+    outcomes: list[Any] = run_ranks(take_steps, 2, checkpoint, LAYOUTS)[0]
+    for layout, (grad_norm, after) in zip(LAYOUTS, outcomes, strict=True):
+        assert grad_norm == pytest.approx(norm, rel=1e-5), layout
+        for name, gradient in oracle.items():
+            step = before[name].double() - after[name].double()
+            # A float32 weight near 1 resolves a step to 6e-8.
+            error = (step - factor * gradient).norm()
+            assert error <= 1e-5 * factor * gradient.norm() + 1.2e-7 * math.sqrt(step.numel()), (
+                f"{layout} {name}"
+            )
