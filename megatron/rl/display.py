@@ -33,6 +33,7 @@ class Display:
                 TextColumn("{task.fields[status]}"),
                 console=self._console,
                 refresh_per_second=4,
+                transient=True,  # the last line is the result, not the bar
             )
             self._progress.start()
         return self
