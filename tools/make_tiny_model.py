@@ -44,7 +44,7 @@ PROMPTS_FOR_WORDS = 256
 # Seeds of prompt sequences, away from the small numbers that people give to runs.
 WARMUP_SEED_OFFSET = 1_000_000
 VALIDATION_SEED_OFFSET = 2_000_000
-VALIDATION_PROMPTS = 512
+VALIDATION_PROMPTS = 1024
 
 # Both make the copying of letters come early and at once: larger initial weights than the usual
 # 0.02, and rotary frequencies for texts of tens of tokens. What is copied rarely is then copied a
@@ -82,7 +82,7 @@ class TinyModelSettings:
     """Longest answer sampled to measure the accuracy, end token included."""
     steps: int = 400
     """Most warm-up steps; 0 leaves the model at random."""
-    window: tuple[float, float] = (0.36, 0.44)
+    window: tuple[float, float] = (0.34, 0.42)
     """Mean reward at temperature 1 at which the warm-up stops."""
     threads: int = 1
     """Other numbers of threads add in another order and give another model."""

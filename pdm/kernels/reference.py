@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdm.kernels.local_step import LocalStatistics, RowGradient
+from pdm.kernels.local_step import LocalStatistics, RowGradient, WeightGradient
 
 
 class ReferenceStep:
@@ -44,7 +44,10 @@ class ReferenceStep:
         )
 
     def add_gradient(
-        self, rows: RowGradient, hidden_grad: Tensor | None, weight_grad: Tensor | None
+        self,
+        rows: RowGradient,
+        hidden_grad: Tensor | None,
+        weight_grad: WeightGradient | None,
     ) -> None:
         """Add the gradients of the active rows."""
         active = rows.active_rows()
@@ -64,4 +67,5 @@ class ReferenceStep:
         if hidden_grad is not None:
             hidden_grad.index_add_(0, active, (gradient @ self.weight).to(hidden_grad.dtype))
         if weight_grad is not None:
-            weight_grad.add_((gradient.T @ self.hidden[active]).to(weight_grad.dtype))
+            weight_grad.add_product(slice(None), gradient.T, self.hidden[active])
+            weight_grad.end_chunk()

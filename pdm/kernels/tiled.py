@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdm.kernels.local_step import LocalStatistics, RowGradient
+from pdm.kernels.local_step import LocalStatistics, RowGradient, WeightGradient
 
 # A tile of 512 rows x 1024 columns x 4 bytes is 2 MiB: the second-level caches of two cores.
 TILE_COLUMNS = 1024
@@ -88,7 +88,10 @@ class TiledStep:
         )
 
     def add_gradient(
-        self, rows: RowGradient, hidden_grad: Tensor | None, weight_grad: Tensor | None
+        self,
+        rows: RowGradient,
+        hidden_grad: Tensor | None,
+        weight_grad: WeightGradient | None,
     ) -> None:
         """Add the gradients of the active rows, tile by tile; uses up the exponentials."""
         active = rows.active_rows()
@@ -111,13 +114,14 @@ class TiledStep:
             if partial is not None:
                 partial.addmm_(gradient, tile)
             if weight_grad is not None:
-                _add_product(weight_grad[start : start + TILE_COLUMNS], gradient.T, hidden)
+                weight_grad.add_product(slice(start, start + len(tile)), gradient.T, hidden)
         # The c 1[y] part: one row of the head a token.
         column = rows.sampled_column[active]
         hit = torch.where(column >= 0, coefficient, 0.0).unsqueeze(1)
         column = column.clamp_min(0)
         if weight_grad is not None:
-            weight_grad.index_add_(0, column, (hit * hidden).to(weight_grad.dtype))
+            weight_grad.end_chunk()
+            weight_grad.add_rows(column, hit * hidden)
         if hidden_grad is not None and partial is not None:
             partial += hit * self._weight[column].to(hidden.dtype)
             hidden_grad.index_add_(0, active, partial.to(hidden_grad.dtype))
@@ -158,10 +162,3 @@ class _SupportEntries:
 def _row_dot(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Dot products of matching rows [C, V], [C, V] -> [C]."""
     torch.bmm(a.unsqueeze(1), b.unsqueeze(2), out=out.view(-1, 1, 1))
-
-
-def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
-    if target.dtype == a.dtype:
-        target.addmm_(a, b)
-    else:
-        target.add_(torch.mm(a, b).to(target.dtype))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdm.kernels.local_step import LocalStatistics, RowGradient
+from pdm.kernels.local_step import LocalStatistics, RowGradient, WeightGradient
 
 BLOCK = 4096
 GRADIENT_BLOCK = 1024
@@ -149,7 +149,10 @@ class TritonStep:
         return LocalStatistics.unpack(torch.cat([scalars.T, support_logits], dim=-1))
 
     def add_gradient(
-        self, rows: RowGradient, hidden_grad: Tensor | None, weight_grad: Tensor | None
+        self,
+        rows: RowGradient,
+        hidden_grad: Tensor | None,
+        weight_grad: WeightGradient | None,
     ) -> None:
         """Add the gradients; rows without a coefficient add exact zeros."""
         count, width = self._logits.shape
@@ -176,7 +179,8 @@ class TritonStep:
         if hidden_grad is not None:
             hidden_grad += _product(gradient, self._weight)
         if weight_grad is not None:
-            weight_grad += _product(gradient.T, self._hidden)
+            weight_grad.add_product(slice(None), gradient.T.float(), self._hidden.float())
+            weight_grad.end_chunk()
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pdm.functional.token_masks import MaskResult
-from pdm.kernels.local_step import RowGradient
+from pdm.kernels.local_step import RowGradient, WeightGradient
 from pdm.loss.config import PolicyLossConfig
 from pdm.loss.policy_loss import PolicyLossResult, policy_loss, raise_on_non_finite
 from pdm.statistics import PolicyStatistics
@@ -134,7 +134,8 @@ class _FusedLoss(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         needs_hidden, needs_weight = (grad_enabled and x for x in ctx.needs_input_grad[:2])
         hidden_grad = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+        true_rows = settings.shard.true_width
+        weight_grad = WeightGradient(weight, true_rows, dtype) if needs_weight else None
         results, statistics = [], []
         for chunk in walk(hidden, weight, support, settings):
             result = policy_loss(
@@ -163,7 +164,8 @@ class _FusedLoss(torch.autograd.Function):
                 **inputs.rows(slice(None)),  # type: ignore[arg-type]
             )
         )
-        ctx.hidden_grad, ctx.weight_grad = hidden_grad, weight_grad
+        ctx.hidden_grad = hidden_grad
+        ctx.weight_grad = None if weight_grad is None else weight_grad.finish()
         ctx.hidden_dtype, ctx.weight = hidden.dtype, weight
         return outputs.result.loss.clone()
 
@@ -186,7 +188,7 @@ def _add_gradient(
     config: PolicyLossConfig,
     settings: HeadSettings,
     hidden_grad: Tensor | None,
-    weight_grad: Tensor | None,
+    weight_grad: WeightGradient | None,
 ) -> None:
     statistics = chunk.merged.statistics
     gradient = RowGradient(
@@ -197,8 +199,7 @@ def _add_gradient(
         entropy=statistics.entropy,
     )
     chunk_grad = None if hidden_grad is None else hidden_grad[chunk.rows]
-    true_rows = None if weight_grad is None else weight_grad[: settings.shard.true_width]
-    chunk.step.add_gradient(gradient, chunk_grad, true_rows)
+    chunk.step.add_gradient(gradient, chunk_grad, weight_grad)
 
 
 def _entropy_coefficient(

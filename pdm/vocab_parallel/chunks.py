@@ -21,7 +21,10 @@ from pdm.vocab_parallel.shard import VocabShard
 Implementation = Literal["auto", "reference", "tiled", "triton"]
 
 # Scratch for the exponentials of the chunks in flight. Larger chunks read the head less often.
-DEFAULT_CHUNK_BYTES = 320 * 1024**2
+DEFAULT_CHUNK_BYTES = 256 * 1024**2
+# A batch that is a little larger than a chunk stays in one: a second chunk, however small, reads
+# the head and writes its gradient once more.
+SINGLE_CHUNK_SLACK = 1.25
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ def walk(
     columns = torch.where(owned, support.token_ids - shard.start, -1)
     in_flight = 1 if shard.group is None else 2
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    size = settings.chunk_size or _default_chunk_size(weight.shape[0], dtype, in_flight)
+    size = settings.chunk_size
+    if size is None:
+        size = _default_chunk_size(hidden.shape[0], weight.shape[0], dtype, in_flight)
     slices = row_slices(hidden.shape[0], size)
     scratch = _Scratch(settings, hidden.device, dtype, slices, weight.shape[0], in_flight)
 
@@ -118,8 +123,9 @@ def deliver_weight_gradient(weight: Tensor, gradient: Tensor) -> Tensor:
     return torch.zeros_like(weight)
 
 
-def _default_chunk_size(width: int, dtype: torch.dtype, in_flight: int) -> int:
-    return max(1, DEFAULT_CHUNK_BYTES // (in_flight * max(width, 1) * dtype.itemsize))
+def _default_chunk_size(count: int, width: int, dtype: torch.dtype, in_flight: int) -> int:
+    size = max(1, DEFAULT_CHUNK_BYTES // (in_flight * max(width, 1) * dtype.itemsize))
+    return max(count, 1) if count <= SINGLE_CHUNK_SLACK * size else size
 
 
 class _Scratch:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pdm.kernels.local_step import RowGradient
+from pdm.kernels.local_step import RowGradient, WeightGradient
 from pdm.statistics import PolicyStatistics
 from pdm.support import BehaviorSupport
 from pdm.vocab_parallel.chunks import (
@@ -156,8 +156,9 @@ class _LinearStatistics(torch.autograd.Function):
         rows = active.nonzero().squeeze(-1)
         support = support_rows(ctx.support, rows)
         partial = hidden.new_zeros(len(rows), hidden.shape[1], dtype=dtype)
-        weight_grad = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        true_rows = None if weight_grad is None else weight_grad[: settings.shard.true_width]
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = WeightGradient(weight, settings.shard.true_width, dtype)
         for chunk in walk(hidden[rows], weight, support, settings):
             gradient = RowGradient(
                 log_normalizer=chunk.merged.log_normalizer,
@@ -168,11 +169,12 @@ class _LinearStatistics(torch.autograd.Function):
                 ),
                 entropy=chunk.merged.statistics.entropy,
             )
-            chunk.step.add_gradient(gradient, partial[chunk.rows], true_rows)
+            chunk.step.add_gradient(gradient, partial[chunk.rows], weight_grad)
         hidden_grad = torch.zeros_like(hidden).index_copy_(0, rows, partial.to(hidden.dtype))
+        delivered = None
         if weight_grad is not None:
-            weight_grad = deliver_weight_gradient(weight, weight_grad)
-        return hidden_grad, weight_grad, None, None, None
+            delivered = deliver_weight_gradient(weight, weight_grad.finish())
+        return hidden_grad, delivered, None, None, None
 
 
 def empty_statistics(

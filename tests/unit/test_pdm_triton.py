@@ -22,7 +22,7 @@ CASES = [
 def compare_in_interpreter(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[float]:
     """Return the largest relative difference of each case; runs in a process of its own."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from pdm.kernels.local_step import RowGradient
+    from pdm.kernels.local_step import RowGradient, WeightGradient
     from pdm.kernels.reference import ReferenceStep
     from pdm.kernels.triton_step import TritonStep
 
@@ -54,9 +54,10 @@ def compare_in_interpreter(rank: int, world_size: int, cases: list[dict[str, Any
             TritonStep(case["temperature"], torch.empty(rows * width)),
         ):
             packed = step.statistics(hidden, weight, columns).pack()
-            hidden_grad, weight_grad = torch.zeros_like(hidden), torch.zeros_like(weight)
+            hidden_grad = torch.zeros_like(hidden)
+            weight_grad = WeightGradient(weight, len(weight), torch.float32)
             step.add_gradient(gradient, hidden_grad, weight_grad)
-            results.append((packed, hidden_grad, weight_grad))
+            results.append((packed, hidden_grad, weight_grad.finish()))
         worst.append(
             max(
                 float((b - a).abs().max() / a.abs().max().clamp_min(1e-30))
