@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import describe_environment
-from pdm import BehaviorSupport, PolicyLossConfig, fused_policy_loss
+from pdm import BehaviorSupport, PolicyLossConfig, VocabShard, fused_policy_loss
+from tests.parallel.spawn import run_ranks
 
 HIDDEN = 1024
 VOCAB = 151_936
@@ -262,6 +263,45 @@ def check(repetitions: int) -> list[Target]:
     ]
 
 
+def time_in_shards(rank: int, world_size: int, problem: Problem, repetitions: int) -> float:
+    """Return the median seconds of ours over vocabulary shards, one thread a rank."""
+    inputs = problem.make()
+    shard = VocabShard.for_rank(
+        problem.vocab, problem.vocab, rank, world_size, torch.distributed.group.WORLD
+    )
+    hidden = inputs.hidden.detach().requires_grad_()
+    weight = inputs.weight[shard.start : shard.stop].clone().requires_grad_()
+    times = []
+    for repetition in range(repetitions + 1):
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        fused = fused_policy_loss(
+            hidden, weight, inputs.support, inputs.advantages, PREDICTIVE, shard=shard
+        )
+        fused.result.loss.backward()
+        torch.distributed.all_reduce(hidden.grad)  # the layer's own reduction
+        if repetition:
+            times.append(time.perf_counter() - start)
+        hidden.grad = weight.grad = None
+    return statistics.median(times)
+
+
+def shard_rows(repetitions: int) -> list[dict[str, Any]]:
+    """Measure ours at tensor-parallel sizes 1 and 2; same problem, one thread a rank."""
+    rows = []
+    for world_size in (1, 2):
+        problem = Problem()
+        seconds = run_ranks(time_in_shards, world_size, problem, repetitions, timeout_s=600.0)
+        rows.append({"tensor_parallel": world_size, "seconds": max(seconds)})
+        columns = problem.top_k + 1
+        print(
+            f"TP={world_size}: fused {rows[-1]['seconds']:.2f} s, one all-gather a chunk of "
+            f"{4 * (columns + 5)} bytes a token and rank",
+            flush=True,
+        )
+    return rows
+
+
 def table(repetitions: int) -> list[dict[str, Any]]:
     """Measure every path over shapes; one row each."""
     rows = []
@@ -295,6 +335,10 @@ def _shape_row(problem: Problem, shares: Sequence[float], repetitions: int) -> d
         "vocab": problem.vocab,
         "top_k": problem.top_k,
         "seconds": measure(paths, repetitions),
+        "peak_extra_bytes": {
+            "plain": peak_extra_bytes(plain_path, problem),
+            "fused": peak_extra_bytes(fused_path, problem),
+        },
     }
 
 
@@ -310,7 +354,9 @@ def _format(row: dict[str, Any]) -> str:
     seconds = row["seconds"]
     ratios = "  ".join(f"{name} {value / seconds['bare']:.2f}" for name, value in seconds.items())
     shape = f"V={row['vocab']} T={row['tokens']} K={row['top_k']}"
-    return f"{shape}: bare {seconds['bare']:.2f} s; {ratios}"
+    peaks = {name: value / 2**20 for name, value in row["peak_extra_bytes"].items()}
+    memory = ", ".join(f"{name} {value:.0f} MiB" for name, value in peaks.items())
+    return f"{shape}: bare {seconds['bare']:.2f} s; {ratios}; peak extra {memory}"
 
 
 def main() -> int:
@@ -330,6 +376,7 @@ def main() -> int:
         results["targets"] = [dataclasses.asdict(t) | {"met": t.met} for t in targets]
         code = 0 if all(target.met for target in targets) else 1
     else:
+        results["tensor_parallel"] = shard_rows(options.repetitions)
         results["rows"] = table(options.repetitions)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -92,7 +92,8 @@ def fused_policy_loss(
     ``grad_added_to_main_grad`` is set, and autograd gets zeros.
 
     Edge cases: those of ``policy_loss``; a token without a coefficient adds exactly 0, its logits
-    are never looked at for the gradient. T = 0 gives a loss of 0 that back-propagates zeros.
+    are never looked at for the gradient. T = 0 gives a loss of 0 that back-propagates zeros. A
+    second backward raises ``RuntimeError``: the first one scales the gradients in place.
 
     Source: predictive divergence masks, Eq. 13 and 14.
     """
@@ -166,12 +167,18 @@ class _FusedLoss(torch.autograd.Function):
         )
         ctx.hidden_grad = hidden_grad
         ctx.weight_grad = None if weight_grad is None else weight_grad.finish()
-        ctx.hidden_dtype, ctx.weight = hidden.dtype, weight
+        ctx.hidden_dtype, ctx.weight, ctx.used = hidden.dtype, weight, False
         return outputs.result.loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.used:
+            raise RuntimeError(
+                "fused_policy_loss: backward ran already, and used up the gradients that forward "
+                "formed; compute the loss again"
+            )
+        ctx.used = True
         hidden_grad, weight_grad = ctx.hidden_grad, ctx.weight_grad
         ctx.hidden_grad = ctx.weight_grad = None
         if hidden_grad is not None:

@@ -286,3 +286,54 @@ def test_wrong_arguments(change: dict[str, Any], message: str) -> None:
         fused_policy_loss(
             hidden, weight, head.support, head.advantages, CONFIG, shard=head.shard, **arguments
         )
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_gradcheck_of_linear_statistics(impl: str) -> None:
+    head = make_head(tokens=3, vocab=11, padding=2)
+
+    def statistics(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        stats = linear_policy_statistics(
+            hidden,
+            weight,
+            head.support,
+            shard=head.shard,
+            temperature=0.8,
+            entropy_gradient=True,
+            impl=impl,  # type: ignore[arg-type]
+        )
+        return stats.log_prob, stats.entropy
+
+    inputs = tuple(x.clone().requires_grad_() for x in (head.hidden, head.weight))
+    assert torch.autograd.gradcheck(statistics, inputs)
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_gradient_equals_finite_differences_of_the_loss(impl: str) -> None:
+    """Without mask and cap the value r A is differentiable, and the gradient is its derivative."""
+    head = make_head(tokens=5, vocab=30)
+    config = PolicyLossConfig(mask="none", entropy_coefficient=0.1)
+    gradients = run_fused(head, config, impl=impl)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("hidden", "weight"):
+        direction = torch.randn(getattr(head, name).shape, generator=generator, dtype=torch.float64)
+        losses = []
+        for step in (1e-6, -1e-6):
+            moved = dataclasses.replace(head, **{name: getattr(head, name) + step * direction})
+            fused = fused_policy_loss(
+                moved.hidden, moved.weight, head.support, head.advantages, config, shard=head.shard
+            )
+            losses.append(fused.result.loss)
+        slope = 3 * (losses[0] - losses[1]) / 2e-6
+        assert torch.allclose(slope, (gradients[name] * direction).sum(), rtol=1e-6)
+
+
+def test_a_second_backward_is_refused() -> None:
+    head = make_head()
+    hidden = head.hidden.clone().requires_grad_()
+    fused = fused_policy_loss(
+        hidden, head.weight, head.support, head.advantages, CONFIG, shard=head.shard
+    )
+    fused.result.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward ran already"):
+        fused.result.loss.backward()
