@@ -165,7 +165,7 @@ def test_every_mask_trains_and_zero_advantages_do_not(tmp_path: Path, model: Pat
         "exact": ["loss.direction=exact"],
         "certified": ["loss.direction=certified"],
         "sequences": [
-            "loss.sequence_mask={criterion: max, divergence: topk_kl, max_threshold: 0.05}"
+            "loss.sequence_mask={criterion: max, divergence: topk_kl, max_threshold: 0.01}"
         ],
         "zero": ["train.advantage_scale=0"],
     }
