@@ -69,9 +69,11 @@ def test_before_the_first_update_trainer_and_engine_agree(finished: tuple[Run, s
 
 def test_later_steps_leave_the_trust_region_and_are_vetoed(finished: tuple[Run, str]) -> None:
     steps = finished[0].metrics("step")
-    assert steps[0]["outside_fraction"] == 0.0
-    assert steps[3]["outside_fraction"] > 0.0
-    assert 0.0 < steps[3]["clip_fraction"] < steps[3]["outside_fraction"]
+    firsts, later = [steps[0], steps[4]], [*steps[1:4], *steps[5:]]
+    assert all(step["outside_fraction"] == 0.0 for step in firsts)
+    assert any(step["outside_fraction"] > 0.0 for step in later)
+    assert any(step["clip_fraction"] > 0.0 for step in later)
+    assert all(step["clip_fraction"] <= step["outside_fraction"] for step in steps)
 
 
 def test_resolved_config_is_saved(finished: tuple[Run, str]) -> None:
