@@ -6,6 +6,7 @@ at input position ``P - 1 + i`` of that sequence. The last token of a sequence p
 is not an input. Only response tokens have rows in the loss; prompt tokens never do.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron.rl.context_parallel import ContextShard, held_positions
 from pdm import BehaviorSupport, PolicyLossConfig, token_weights
 
 IntArray = np.ndarray
@@ -63,19 +65,23 @@ class Sequences:
 class MicroBatch:
     """Packed input tokens and, for each response token, what the loss needs.
 
-    T input tokens, N response tokens (rows), S support columns.
+    T input tokens, N response tokens (rows), S support columns: those of this context-parallel
+    rank. A response token is trained on where the position that predicts it lies, on one rank.
 
     Attributes:
         input_ids: int64 ``[1, T]``.
         position_ids: int64 ``[1, T]``, counted within each sequence.
-        packing: Megatron's ``cu_seqlens`` and longest length.
+        packing: Megatron's ``cu_seqlens`` and longest length, of the whole micro-batch.
         rows: int64 ``[N]``, the input position that predicts each response token.
         support: behavior log-probs of the sampled token and the top K.
         advantages: float32 ``[N]``.
         weights: float32 ``[N]``, the aggregation weight of each token.
         sequence: int64 ``[N]``, the number of each token's sequence within the rollout batch.
         local_sequence: int64 ``[N]``, the same within this micro-batch, 0 to ``num_sequences - 1``.
-        num_sequences: sequences of this micro-batch; each lies whole in it.
+        num_sequences: sequences of this micro-batch; each lies whole in it, if on several ranks.
+        gathered_row: int64 ``[N]``, the number of each row among those of all context-parallel
+            ranks, which are counted in the order of the sequences.
+        gathered_sequence: int64 ``[M]``, ``local_sequence`` of the M rows of all these ranks.
     """
 
     input_ids: Tensor
@@ -88,6 +94,8 @@ class MicroBatch:
     sequence: Tensor
     local_sequence: Tensor
     num_sequences: int
+    gathered_row: Tensor
+    gathered_sequence: Tensor
 
     @property
     def num_input_tokens(self) -> int:
@@ -105,7 +113,12 @@ def minibatches(
 
 
 def plan_micro_batches(
-    lengths: IntArray, members: IntArray, *, data_parallel: int, max_tokens: int
+    lengths: IntArray,
+    members: IntArray,
+    *,
+    data_parallel: int,
+    max_tokens: int,
+    count_multiple: int = 1,
 ) -> list[list[IntArray]]:
     """Spread sequences over data-parallel ranks and pack them into micro-batches.
 
@@ -116,6 +129,7 @@ def plan_micro_batches(
     Args:
         lengths: input tokens of every sequence of the rollout batch.
         members: the sequences of this minibatch.
+        count_multiple: the number of micro-batches becomes a multiple of this, by empty ones.
 
     Returns:
         For each rank its micro-batches, each an array of sequence numbers.
@@ -135,10 +149,53 @@ def plan_micro_batches(
         bins[rank][fit].append(int(member))
         room[rank][fit] -= length
     count = max(1, max(len(rank_bins) for rank_bins in bins))
+    count = -(-count // count_multiple) * count_multiple
     return [
         [np.array(sorted(b), dtype=np.int64) for b in rank_bins + [[]] * (count - len(rank_bins))]
         for rank_bins in bins
     ]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything lies in a whole micro-batch, before context parallelism cuts it.
+
+    Attributes:
+        cu_seqlens: int64 ``[B + 1]``, padding counted.
+        tokens: int64 ``[T]``, 0 in padding.
+        rows: int64 ``[M]``, the position that predicts each response token.
+        token_index: int64 ``[M]``, the number of each response token in the rollout batch.
+        local_sequence: int64 ``[M]``.
+    """
+
+    cu_seqlens: IntArray
+    tokens: IntArray
+    rows: IntArray
+    token_index: IntArray
+    local_sequence: IntArray
+
+
+def _lay_out(
+    sequences: Sequences, members: IntArray, sequence_multiple: int, total_multiple: int
+) -> _Layout:
+    lengths = sequences.input_lengths[members]
+    slots = -(-lengths // sequence_multiple) * sequence_multiple
+    used = int(slots.sum())
+    padding = max(total_multiple, -(-used // total_multiple) * total_multiple) - used
+    cu_seqlens = np.concatenate([[0], np.cumsum(slots), [used + padding] if padding else []])
+    cu_seqlens = cu_seqlens.astype(np.int64)
+    tokens = np.zeros(used + padding, dtype=np.int64)
+    rows, picked = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for member, start in zip(members, cu_seqlens[: len(members)], strict=True):
+        prompt = sequences.prompt_tokens[slice(*sequences.prompt_offsets[member : member + 2])]
+        first, last = sequences.response_offsets[member : member + 2]
+        response = sequences.response_tokens[first:last]
+        inputs = np.concatenate([prompt, response[:-1]])
+        tokens[start : start + len(inputs)] = inputs
+        rows.append(start + len(prompt) - 1 + np.arange(len(response)))
+        picked.append(np.arange(first, last))
+    local_sequence = np.repeat(np.arange(len(members)), sequences.response_lengths[members])
+    return _Layout(cu_seqlens, tokens, np.concatenate(rows), np.concatenate(picked), local_sequence)
 
 
 def pack(
@@ -149,6 +206,7 @@ def pack(
     loss: PolicyLossConfig,
     pad_multiple: int,
     device: torch.device,
+    context: ContextShard | None = None,
 ) -> MicroBatch:
     """Pack the given sequences into one micro-batch.
 
@@ -159,52 +217,43 @@ def pack(
         loss: says how the minibatch's token losses are averaged.
         pad_multiple: the input length becomes a multiple of this (sequence parallelism splits it
             over ranks) by a last sequence of padding that no row points at.
+        context: cuts out this context-parallel rank's part; sequences are then padded at their
+            end, where causality keeps the padding from every real token. None: all of it.
     """
-    lengths = sequences.input_lengths[members]
-    total = int(lengths.sum())
-    padding = max(pad_multiple, -(-total // pad_multiple) * pad_multiple) - total
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths), [total + padding] if padding else []])
-    tokens = np.zeros(total + padding, dtype=np.int64)
-    rows, picked = [], []
-    for member, start in zip(members, cu_seqlens[: len(members)].astype(np.int64), strict=True):
-        prompt = sequences.prompt_tokens[slice(*sequences.prompt_offsets[member : member + 2])]
-        first, last = sequences.response_offsets[member : member + 2]
-        response = sequences.response_tokens[first:last]
-        inputs = np.concatenate([prompt, response[:-1]])
-        tokens[start : start + len(inputs)] = inputs
-        rows.append(start + len(prompt) - 1 + np.arange(len(response)))
-        picked.append(np.arange(first, last))
-    row_index = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
-    token_index = np.concatenate(picked) if picked else np.zeros(0, dtype=np.int64)
+    context = context or ContextShard()
+    whole = _lay_out(
+        sequences,
+        members,
+        context.sequence_multiple,
+        math.lcm(context.sequence_multiple, context.size * pad_multiple),
+    )
+    held = held_positions(torch.from_numpy(whole.cu_seqlens), context).numpy()
+    place = np.full(len(whole.tokens), -1)
+    place[held] = np.arange(len(held))
+    gathered_row = np.flatnonzero(place[whole.rows] >= 0)
+    token_index = whole.token_index[gathered_row]
+    local_sequence = whole.local_sequence[gathered_row]
+    sequence = members[local_sequence]
+    slots = np.diff(whole.cu_seqlens)
+    positions = np.arange(len(whole.tokens)) - np.repeat(whole.cu_seqlens[:-1], slots)
     response_lengths = sequences.response_lengths
-    sequence = np.repeat(members, response_lengths[members])
 
     def tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
 
-    support = BehaviorSupport.from_topk(
-        tensor(sequences.topk_ids[token_index], torch.int64),
-        tensor(sequences.topk_log_probs[token_index], torch.float32),
-        tensor(sequences.response_tokens[token_index], torch.int64),
-        tensor(sequences.log_probs[token_index], torch.float32),
-    )
-    cu = tensor(cu_seqlens, torch.int32)
-    longest = int(np.diff(cu_seqlens).max())
-    positions = np.arange(total + padding) - np.repeat(
-        cu_seqlens[:-1], np.diff(cu_seqlens).astype(np.int64)
-    )
     return MicroBatch(
-        input_ids=tensor(tokens, torch.int64).unsqueeze(0),
-        position_ids=tensor(positions, torch.int64).unsqueeze(0),
-        packing=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu,
-            cu_seqlens_kv=cu,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+        input_ids=tensor(whole.tokens[held], torch.int64).unsqueeze(0),
+        position_ids=tensor(positions[held], torch.int64).unsqueeze(0),
+        packing=_packed_seq_params(
+            tensor(whole.cu_seqlens, torch.int32), int(slots.max()), context
         ),
-        rows=tensor(row_index, torch.int64),
-        support=support,
+        rows=tensor(place[whole.rows[gathered_row]], torch.int64),
+        support=BehaviorSupport.from_topk(
+            tensor(sequences.topk_ids[token_index], torch.int64),
+            tensor(sequences.topk_log_probs[token_index], torch.float32),
+            tensor(sequences.response_tokens[token_index], torch.int64),
+            tensor(sequences.log_probs[token_index], torch.float32),
+        ),
         advantages=tensor(sequences.advantages[sequence], torch.float32),
         weights=token_weights(
             tensor(sequence, torch.int64),
@@ -215,8 +264,24 @@ def pack(
             fixed_length=loss.fixed_length,
         ),
         sequence=tensor(sequence, torch.int64),
-        local_sequence=tensor(
-            np.repeat(np.arange(len(members)), response_lengths[members]), torch.int64
-        ),
+        local_sequence=tensor(local_sequence, torch.int64),
         num_sequences=len(members),
+        gathered_row=tensor(gathered_row, torch.int64),
+        gathered_sequence=tensor(whole.local_sequence, torch.int64),
     )
+
+
+def _packed_seq_params(cu_seqlens: Tensor, longest: int, context: ContextShard) -> PackedSeqParams:
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    if context.size > 1:
+        # Padding counts as the end of its sequence, in both pairs: Transformer Engine then takes
+        # its kernels without gaps, and need not compare the pairs on the host.
+        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = cu_seqlens
+        params.pad_between_seqs = False
+    return params

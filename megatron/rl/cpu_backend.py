@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from megatron.rl.context_parallel import ContextShard, held_positions
+
 _installed = False
 
 # Factories that Megatron calls with a literal device="cuda": schedules.py:749, 1121, 2292
@@ -182,20 +184,22 @@ def _patch_megatron() -> None:
     # rope_utils.py:247-262 rotates one sequence at a time and chains as many in-place copies
     # through autograd: quadratic in the number of sequences. GPU runs fuse it
     # (apply_rope_fusion); here all tokens are rotated at once by their position.
-    per_sequence = rope_utils._apply_rotary_pos_emb_thd
-
-    @functools.wraps(per_sequence)
+    @functools.wraps(rope_utils._apply_rotary_pos_emb_thd)
     def rotate_packed(
-        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **kwargs: Any
+        t: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        *,
+        cp_group: torch.distributed.ProcessGroup,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        cp_group = kwargs.get("cp_group")
-        if cp_group is not None and cp_group.size() > 1:
-            return per_sequence(t, cu_seqlens, freqs, **kwargs)
-        kwargs.pop("cp_group", None)
-        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        starts = torch.repeat_interleave(cu_seqlens[:-1], lengths, output_size=t.size(0))
-        positions = torch.arange(t.size(0), device=t.device) - starts
-        rotated = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **kwargs)
+        held = held_positions(cu_seqlens, ContextShard(cp_group.rank(), cp_group.size()))
+        lengths = cu_seqlens.diff()
+        starts = torch.repeat_interleave(
+            cu_seqlens[:-1], lengths // cp_group.size(), output_size=t.size(0)
+        )
+        freqs = freqs[held - starts]
+        rotated = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, **kwargs)
         return rotated.squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_thd = rotate_packed

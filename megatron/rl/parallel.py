@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
+from megatron.rl.context_parallel import ContextShard
 from megatron.rl.errors import UserError
 from megatron.rl.model.architecture import Architecture
 
@@ -23,6 +24,10 @@ class ParallelConfig:
         expert: expert-parallel size EP; experts are spread over TP x CP x DP ranks, each expert
             whole on one rank.
         sequence: sequence parallelism; None turns it on exactly when ``tensor > 1``.
+        virtual: virtual pipeline size: each stage holds so many separate runs of layers, and
+            Megatron's interleaved schedule shortens the pipeline's idle time; None for one run.
+        first_stage_layers, last_stage_layers: layers of the first and the last pipeline stage,
+            which also have the embedding and the head; None for an equal share.
     """
 
     tensor: int = 1
@@ -31,6 +36,9 @@ class ParallelConfig:
     data: int = 1
     expert: int = 1
     sequence: bool | None = None
+    virtual: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -40,6 +48,11 @@ class ParallelConfig:
     def sequence_parallel(self) -> bool:
         return self.tensor > 1 if self.sequence is None else self.sequence
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The interleaved schedule takes micro-batches in groups of one per pipeline stage."""
+        return self.pipeline if self.virtual is not None else 1
+
     def check(self, model: Architecture) -> None:
         """Raise UserError, naming setting and numbers, when the model cannot be laid out so."""
         for name in ("tensor", "pipeline", "context", "data", "expert"):
@@ -47,7 +60,7 @@ class ParallelConfig:
                 raise UserError(f"parallel.{name} is {getattr(self, name)}, expected at least 1")
         _must_divide("parallel.tensor", self.tensor, "attention heads", model.num_heads)
         _must_divide("parallel.tensor", self.tensor, "key-value heads", model.num_groups)
-        _must_divide("parallel.pipeline", self.pipeline, "layers", model.num_layers)
+        self._check_stages(model.num_layers)
         if model.is_moe:
             _must_divide("parallel.expert", self.expert, "experts", model.num_experts)
             ranks = self.tensor * self.context * self.data
@@ -66,10 +79,47 @@ class ParallelConfig:
                 )
         if self.sequence_parallel and self.tensor == 1:
             raise UserError("parallel.sequence is true, which needs parallel.tensor > 1")
-        if self.context > 1:
+
+    def _check_stages(self, num_layers: int) -> None:
+        """Check that the layers divide over pipeline stages and their virtual ones."""
+        ends = {
+            f"parallel.{name}": size
+            for name in ("first_stage_layers", "last_stage_layers")
+            if (size := getattr(self, name)) is not None
+        }
+        for name, size in ends.items():
+            if size < 1:
+                raise UserError(f"{name} is {size}, expected at least 1")
+            if self.pipeline == 1:
+                raise UserError(f"{name} is {size}, which needs parallel.pipeline > 1")
+        rest, stages = num_layers - sum(ends.values()), self.pipeline - len(ends)
+        if not ends:
+            _must_divide("parallel.pipeline", self.pipeline, "layers", num_layers)
+        elif rest % stages if stages else rest:
             raise UserError(
-                f"parallel.context is {self.context}: context parallelism is not built yet; use 1"
+                f"{' and '.join(f'{name} {size}' for name, size in ends.items())} leave {rest} of "
+                f"the model's {num_layers} layers, which do not divide over {stages} other stages"
             )
+        elif stages and rest < stages:
+            raise UserError(
+                f"{' and '.join(f'{name} {size}' for name, size in ends.items())} leave {rest} of "
+                f"the model's {num_layers} layers, too few for {stages} other stages"
+            )
+        if self.virtual is None:
+            return
+        if self.virtual < 2:
+            raise UserError(f"parallel.virtual is {self.virtual}, expected null or at least 2")
+        if self.pipeline == 1:
+            raise UserError(
+                f"parallel.virtual is {self.virtual}, which needs parallel.pipeline > 1"
+            )
+        for layers in {*ends.values(), *([rest // stages] if stages else [])}:
+            if layers % self.virtual:
+                raise UserError(
+                    f"parallel.virtual is {self.virtual}, which does not divide the {layers} "
+                    f"layers of a pipeline stage ({num_layers} over parallel.pipeline "
+                    f"{self.pipeline})"
+                )
 
 
 def _must_divide(setting: str, size: int, what: str, count: int) -> None:
@@ -112,12 +162,22 @@ def build_groups(layout: ParallelConfig, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def context_shard() -> ContextShard:
+    """Return this rank's place in the context-parallel group, which must exist."""
+    from megatron.core import parallel_state
+
+    return ContextShard(
+        parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    )
 
 
 def leave_ranks() -> None:

@@ -24,6 +24,7 @@ from megatron.rl.events import EventSink
 from megatron.rl.metrics import gather_records, loss_metrics, mismatch_metrics
 from megatron.rl.model.architecture import read_architecture
 from megatron.rl.model.build import BuildOptions
+from megatron.rl.parallel import context_shard
 from megatron.rl.policy.head import FusedHead, PolicyHead, ReferenceHead, TokenRecord
 from megatron.rl.policy.model import OptimizerSettings, Policy, is_last_stage
 from megatron.rl.run_folder import MetricsLog
@@ -127,6 +128,7 @@ class Trainer:
             members,
             data_parallel=config.parallel.data,
             max_tokens=config.train.micro_batch_tokens,
+            count_multiple=config.parallel.micro_batch_multiple,
         )
         return [
             pack(
@@ -136,6 +138,7 @@ class Trainer:
                 loss=config.loss,
                 pad_multiple=config.parallel.tensor if config.parallel.sequence_parallel else 1,
                 device=self._policy.device,
+                context=context_shard(),
             )
             for mine in plan[parallel_state.get_data_parallel_rank()]
         ]
@@ -144,7 +147,8 @@ class Trainer:
         """Compute metrics on the last pipeline stage and give them to the others."""
         metrics: list[dict[str, Any]] = [{}]
         if is_last_stage():
-            tokens = gather_records(records, parallel_state.get_data_parallel_group())
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            tokens = gather_records(records, group)
             metrics[0] = loss_metrics(tokens)
             if with_mismatch:
                 metrics[0] |= mismatch_metrics(tokens)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One packed batch through Megatron's schedule in a given layout, and through a float64 oracle."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,16 +22,21 @@ class Case:
     model_path: str
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     data: int = 1
     expert: int = 1
     sequence: bool | None = None
+    virtual: int | None = None
+    last_stage_layers: int | None = None
     micro_batch_tokens: int = 40
     loss: PolicyLossConfig = LOSS
     head: str = "fused"
+    shuffle: int | None = None
+    """Seed of another order of the sequences in the rollout batch."""
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
     from megatron.rl.batch import pack, plan_micro_batches
     from megatron.rl.model.architecture import read_architecture
     from megatron.rl.model.build import BuildOptions, build_model
-    from megatron.rl.parallel import ParallelConfig, build_groups
+    from megatron.rl.parallel import ParallelConfig, build_groups, context_shard
     from megatron.rl.policy.head import FusedHead, ReferenceHead
     from megatron.rl.policy.step import forward_backward
     from megatron.rl.weights.gather import gather_hf_tensors
@@ -107,26 +113,34 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
     layout = ParallelConfig(
         tensor=case.tensor,
         pipeline=case.pipeline,
+        context=case.context,
         data=case.data,
         expert=case.expert,
         sequence=case.sequence,
+        virtual=case.virtual,
+        last_stage_layers=case.last_stage_layers,
     )
     architecture = read_architecture(case.model_path)
     layout.check(architecture)
     build_groups(layout, seed=1)
-    model = build_model(architecture, layout, BuildOptions())
-    load_hf_checkpoint(model, architecture, case.model_path)
+    chunks = build_model(architecture, layout, BuildOptions())
+    load_hf_checkpoint(chunks, architecture, case.model_path)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False)
-    wrapped = DistributedDataParallel(model.config, ddp, model)
-    model.config.finalize_model_grads_func = finalize_model_grads
+    wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
 
     sequences = make_sequences(architecture.vocab_size)
     everyone = np.arange(len(sequences))
+    token_order = np.arange(len(sequences.response_tokens))
+    if case.shuffle is not None:
+        order = np.random.default_rng(case.shuffle).permutation(everyone)
+        sequences, token_order = _reordered(sequences, order)
     plan = plan_micro_batches(
         sequences.input_lengths,
         everyone,
         data_parallel=layout.data,
         max_tokens=case.micro_batch_tokens,
+        count_multiple=layout.micro_batch_multiple,
     )[parallel_state.get_data_parallel_rank()]
     batches = [
         pack(
@@ -136,47 +150,72 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
             loss=case.loss,
             pad_multiple=layout.tensor if layout.sequence_parallel else 1,
             device=torch.device("cpu"),
+            context=context_shard(),
         )
         for members in plan
     ]
     kind = {"fused": FusedHead, "reference": ReferenceHead}[case.head]
     head = kind(case.loss, architecture.vocab_size, TEMPERATURE)
-    wrapped.zero_grad_buffer()
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
     records = forward_backward(wrapped, head, batches)
     gradients = {
         name: tensor.clone()
         for name, tensor in gather_hf_tensors(
-            model, architecture, value=lambda parameter: parameter.main_grad
+            chunks, architecture, value=lambda parameter: parameter.main_grad
         )
     }
-    weights = {name: tensor.clone() for name, tensor in gather_hf_tensors(model, architecture)}
-    tokens = _collect_tokens(records, sequences)
+    weights = {name: tensor.clone() for name, tensor in gather_hf_tensors(chunks, architecture)}
+    tokens = _collect_tokens(batches, records, sequences)
     if rank != 0:
         return None
-    return Outcome(gradients, *tokens, len(batches), weights)
+    in_first_order = np.argsort(token_order)
+    return Outcome(gradients, *(t[in_first_order] for t in tokens), len(batches), weights)
 
 
-def _collect_tokens(records, sequences):  # type: ignore[no-untyped-def]
-    """Put each rank's token results into the batch's order, and sum over ranks that hold them."""
+def _reordered(sequences, order):  # type: ignore[no-untyped-def]
+    """The same sequences in another order, and which of the old tokens each new one is."""
+    prompts, responses = (
+        np.concatenate([np.arange(*offsets[b : b + 2]) for b in order])
+        for offsets in (sequences.prompt_offsets, sequences.response_offsets)
+    )
+    per_token = ("response_tokens", "log_probs", "topk_ids", "topk_log_probs")
+    return dataclasses.replace(
+        sequences,
+        prompt_tokens=sequences.prompt_tokens[prompts],
+        prompt_offsets=np.cumsum([0, *np.diff(sequences.prompt_offsets)[order]]),
+        response_offsets=np.cumsum([0, *sequences.response_lengths[order]]),
+        group=sequences.group[order],
+        advantages=sequences.advantages[order],
+        **{name: getattr(sequences, name)[responses] for name in per_token},
+    ), responses
+
+
+def _collect_tokens(batches, records, sequences):  # type: ignore[no-untyped-def]
+    """Put each rank's token results into the batch's order, and sum over ranks that hold them.
+
+    A token is one context-parallel rank's, and every tensor-parallel rank's.
+    """
     from megatron.core import parallel_state
 
-    total = len(sequences.response_tokens)
-    table = torch.zeros(2, total)
-    if parallel_state.get_tensor_model_parallel_rank() == 0:
-        for record in records:
-            where = _token_positions(record.sequence.numpy(), sequences)
+    table = torch.zeros(3, len(sequences.response_tokens))
+    if records and parallel_state.get_tensor_model_parallel_rank() == 0:
+        for batch, record in zip(batches, records, strict=True):
+            where = _token_positions(batch, sequences)
             table[0, where] = record.policy_log_prob
             table[1, where] = record.keep.float()
+            table[2, where] += 1
     torch.distributed.all_reduce(table)
+    assert (table[2] == 1).all(), "every token is trained on once"
     return table[0], table[1].bool()
 
 
-def _token_positions(sequence, sequences):  # type: ignore[no-untyped-def]
-    order = [
-        np.arange(*sequences.response_offsets[number : number + 2])
-        for number in dict.fromkeys(sequence.tolist())
-    ]
-    return torch.from_numpy(np.concatenate(order)) if order else torch.zeros(0, dtype=torch.int64)
+def _token_positions(batch, sequences):  # type: ignore[no-untyped-def]
+    """The number of each row's token within the rollout batch, by the position that predicts it."""
+    sequence = batch.sequence.numpy()
+    prompt_lengths = np.diff(sequences.prompt_offsets)[sequence]
+    within = batch.position_ids[0, batch.rows].numpy() - (prompt_lengths - 1)
+    return torch.from_numpy(sequences.response_offsets[sequence] + within)
 
 
 def float64_oracle(model_path: str | Path, loss: PolicyLossConfig) -> Outcome:

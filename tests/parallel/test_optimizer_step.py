@@ -19,7 +19,15 @@ from tests.parallel.spawn import run_ranks
 ADAM_EPS = 1e6
 LEARNING_RATE = 10.0 * ADAM_EPS
 CLIP_GRAD = 0.5
-LAYOUTS = [{"data": 2, "expert": 2}, {"tensor": 2, "expert": 2}, {"pipeline": 2}]
+LAYOUTS = [
+    {"data": 2, "expert": 2},
+    {"tensor": 2, "expert": 2},
+    {"pipeline": 2},
+    {"context": 2, "expert": 2},
+    {"pipeline": 2, "virtual": 2},
+]
+# Layers for the virtual stages; all layouts share one oracle.
+MODEL = QWEN3_MOE | {"num_hidden_layers": 4}
 
 
 def take_steps(
@@ -44,7 +52,7 @@ def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torc
     from megatron.rl.batch import pack, plan_micro_batches
     from megatron.rl.model.architecture import read_architecture
     from megatron.rl.model.build import BuildOptions
-    from megatron.rl.parallel import ParallelConfig, build_groups
+    from megatron.rl.parallel import ParallelConfig, build_groups, context_shard
     from megatron.rl.policy.head import FusedHead
     from megatron.rl.policy.model import OptimizerSettings, Policy
 
@@ -59,7 +67,7 @@ def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torc
         schedule="constant",
         weight_decay=0.0,
         clip_grad=CLIP_GRAD,
-        ddp={"overlap_grad_reduce": "data" in layout},
+        ddp={"overlap_grad_reduce": layout.keys() & {"data", "virtual"} != set()},
         optimizer={"adam_eps": ADAM_EPS},
     )
     head = FusedHead(LOSS, architecture.vocab_size, TEMPERATURE)
@@ -67,7 +75,11 @@ def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torc
     sequences = make_sequences(architecture.vocab_size)
     everyone = np.arange(len(sequences))
     plan = plan_micro_batches(
-        sequences.input_lengths, everyone, data_parallel=parallel.data, max_tokens=40
+        sequences.input_lengths,
+        everyone,
+        data_parallel=parallel.data,
+        max_tokens=40,
+        count_multiple=parallel.micro_batch_multiple,
     )
     batches = [
         pack(
@@ -77,6 +89,7 @@ def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torc
             loss=LOSS,
             pad_multiple=parallel.tensor,
             device=torch.device("cpu"),
+            context=context_shard(),
         )
         for members in plan[parallel_state.get_data_parallel_rank()]
     ]
@@ -87,7 +100,7 @@ def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torc
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "moe", QWEN3_MOE))
+    return str(write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "moe", MODEL))
 
 
 def test_clipped_step_of_the_distributed_optimizer(checkpoint: str) -> None:
@@ -95,7 +108,7 @@ def test_clipped_step_of_the_distributed_optimizer(checkpoint: str) -> None:
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in oracle.values()))
     assert norm > CLIP_GRAD, "clipping must do something"
     factor = LEARNING_RATE / ADAM_EPS * CLIP_GRAD / (norm + 1e-6)
-    before = random_tensors(QWEN3_MOE, seed=0)
+    before = random_tensors(MODEL, seed=0)
     outcomes: list[Any] = run_ranks(take_steps, 2, checkpoint, LAYOUTS)[0]
     for layout, (grad_norm, after) in zip(LAYOUTS, outcomes, strict=True):
         assert grad_norm == pytest.approx(norm, rel=1e-5), layout

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.rl.batch import Sequences, minibatches, pack, plan_micro_batches
+from megatron.rl.context_parallel import ContextShard, held_positions, order_of_gathered
 from pdm import PolicyLossConfig
 
 TOP_K = 2
@@ -30,7 +31,12 @@ def two_sequences() -> Sequences:
     )
 
 
-def pack_all(members: list[int], pad_multiple: int = 1, aggregation: str = "token_mean"):  # type: ignore[no-untyped-def]
+def pack_all(  # type: ignore[no-untyped-def]
+    members: list[int],
+    pad_multiple: int = 1,
+    aggregation: str = "token_mean",
+    context: ContextShard | None = None,
+):
     return pack(
         two_sequences(),
         np.array(members, dtype=np.int64),
@@ -38,6 +44,7 @@ def pack_all(members: list[int], pad_multiple: int = 1, aggregation: str = "toke
         loss=PolicyLossConfig(aggregation=aggregation),  # type: ignore[arg-type]
         pad_multiple=pad_multiple,
         device=torch.device("cpu"),
+        context=context,
     )
 
 
@@ -109,3 +116,45 @@ def test_a_sequence_longer_than_the_limit_has_a_micro_batch_of_its_own() -> None
 def test_fewer_sequences_than_ranks_leave_empty_micro_batches() -> None:
     plan = plan_micro_batches(np.array([5]), np.arange(1), data_parallel=2, max_tokens=10)
     assert [[len(batch) for batch in rank] for rank in plan] == [[1], [0]]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_ranks_hold_every_token_and_every_row_once(size: int) -> None:
+    whole = pack_all([0, 1])
+    parts = [pack_all([0, 1], pad_multiple=2, context=ContextShard(r, size)) for r in range(size)]
+    lengths = parts[0].packing.cu_seqlens_q.diff()
+    assert (lengths % (2 * size) == 0).all()
+    assert all(part.num_input_tokens == int(lengths.sum()) // size for part in parts)
+    assert all(part.num_input_tokens % 2 == 0 for part in parts)
+    order = order_of_gathered(parts[0].packing.cu_seqlens_q, size)
+    tokens, positions = (
+        torch.cat([getattr(part, name)[0] for part in parts])[order]
+        for name in ("input_ids", "position_ids")
+    )
+    assert positions.tolist() == [i for length in lengths.tolist() for i in range(length)]
+    assert tokens[positions < 4][:4].tolist() == [10, 11, 12, 13]
+    assert tokens[int(lengths[0])] == 20
+    rows = torch.cat([part.gathered_row for part in parts])
+    assert rows.sort().values.tolist() == [0, 1, 2, 3]
+    for name in ("sequence", "advantages", "weights"):
+        joined = torch.cat([getattr(part, name) for part in parts])[rows.argsort()]
+        assert torch.equal(joined, getattr(whole, name))
+    for part in parts:
+        assert torch.equal(part.support.sampled, whole.support.sampled[part.gathered_row])
+        predicts = part.position_ids[0, part.rows]
+        assert torch.equal(predicts, whole.position_ids[0, whole.rows[part.gathered_row]])
+        assert torch.equal(part.gathered_sequence, whole.local_sequence)
+
+
+def test_a_context_rank_holds_an_early_and_a_late_chunk() -> None:
+    cu_seqlens = torch.tensor([0, 8, 12])
+    held = [held_positions(cu_seqlens, ContextShard(r, 2)).tolist() for r in range(2)]
+    assert held == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+
+
+def test_the_number_of_micro_batches_is_made_a_multiple() -> None:
+    lengths = np.array([9, 8, 7])
+    plan = plan_micro_batches(
+        lengths, np.arange(3), data_parallel=1, max_tokens=10, count_multiple=2
+    )
+    assert [len(batch) for batch in plan[0]] == [1, 1, 1, 0]

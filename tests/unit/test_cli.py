@@ -50,6 +50,18 @@ def test_no_such_config(capsys: pytest.CaptureFixture[str]) -> None:
         ("rollout.top_logprobs=400", ["400", "301"]),
         ("parallel.tensor=3", ["parallel.tensor is 3", "4 attention heads"]),
         ("parallel.pipeline=3", ["parallel.pipeline is 3", "2 layers"]),
+        ("parallel={pipeline: 2, virtual: 2}", ["parallel.virtual is 2", "the 1 layers"]),
+        ("parallel.virtual=2", ["parallel.virtual is 2", "parallel.pipeline > 1"]),
+        ("parallel={pipeline: 2, virtual: 1}", ["parallel.virtual is 1", "at least 2"]),
+        ("parallel.last_stage_layers=1", ["parallel.last_stage_layers is 1", "pipeline > 1"]),
+        (
+            "parallel={pipeline: 2, last_stage_layers: 2}",
+            ["parallel.last_stage_layers 2 leave 0 of the model's 2 layers", "1 other stages"],
+        ),
+        (
+            "parallel={pipeline: 2, first_stage_layers: 2, last_stage_layers: 1}",
+            ["first_stage_layers 2 and parallel.last_stage_layers 1 leave -1"],
+        ),
         ("parallel.expert=3", ["parallel.expert is 3", "4 experts"]),
         ("parallel.expert=2", ["parallel.expert is 2", "ranks"]),
         ("rollout.max_response_tokens=100000", ["100064", "128 positions"]),

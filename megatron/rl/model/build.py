@@ -42,6 +42,10 @@ RESERVED_TRANSFORMER_FIELDS = frozenset(
         "add_bias_linear", "add_qkv_bias", "qk_layernorm", "hidden_dropout", "attention_dropout",
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
         "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+        "virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+        "overlap_p2p_comm", "batch_p2p_comm",
         "calculate_per_token_loss", "variable_seq_lengths", "params_dtype", "pipeline_dtype",
         "bf16", "fp16", "use_cpu_initialization", "perform_initialization",
         "mtp_num_layers", "defer_embedding_wgrad_compute",
@@ -125,6 +129,9 @@ def _layout_fields(layout: ParallelConfig, options: BuildOptions) -> dict[str, A
     settings: dict[str, Any] = dict(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
@@ -139,6 +146,10 @@ def _layout_fields(layout: ParallelConfig, options: BuildOptions) -> dict[str, A
         perform_initialization=False,  # weights come from a checkpoint
         use_cpu_initialization=on_cpu,
     )
+    if layout.virtual is not None:
+        # Batched, both directions would meet in one call, and between two stages the order of its
+        # messages would mix them up (megatron/training/arguments.py:966-975).
+        settings |= dict(overlap_p2p_comm=True, batch_p2p_comm=False)
     if on_cpu:
         settings |= dict(
             masked_softmax_fusion=False,
@@ -155,10 +166,10 @@ def _layout_fields(layout: ParallelConfig, options: BuildOptions) -> dict[str, A
     return settings
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline stage: local modules on CPU, Transformer Engine on GPU."""
     if not cpu_backend.is_installed():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     backend = CPUSpecProvider()
     norm = backend.layer_norm(rms_norm=True)
     attention = ModuleSpec(
@@ -184,25 +195,38 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         ),
     )
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm
     )
 
 
-def build_model(model: Architecture, layout: ParallelConfig, options: BuildOptions) -> GPTModel:
-    """Return this rank's stage of the model, weights not yet loaded.
+def build_model(
+    model: Architecture, layout: ParallelConfig, options: BuildOptions
+) -> list[GPTModel]:
+    """Return this rank's part of the model, weights not yet loaded.
 
-    The process groups must exist (:func:`megatron.rl.parallel.initialize_parallel`).
+    One chunk of layers, or ``layout.virtual`` of them in the order of the layers. The process
+    groups must exist (:func:`megatron.rl.parallel.build_groups`).
     """
     config = transformer_config(model, layout, options)
+    return [
+        _build_chunk(model, layout, config, vp_stage)
+        for vp_stage in ([None] if layout.virtual is None else range(layout.virtual))
+    ]
+
+
+def _build_chunk(
+    model: Architecture, layout: ParallelConfig, config: TransformerConfig, vp_stage: int | None
+) -> GPTModel:
     return GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config),
+        transformer_layer_spec=layer_spec(config, vp_stage),
         vocab_size=padded_vocab_size(model.vocab_size, layout.tensor),
         max_sequence_length=model.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=int(model.rope_theta),
+        vp_stage=vp_stage,
     )

@@ -10,11 +10,15 @@ serve as oracles too.
 import math
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron.rl.context_parallel import ContextShard, held_positions, order_of_gathered
 
 
 class RMSNorm(torch.nn.Module):
@@ -47,11 +51,16 @@ class PackedAttention(torch.nn.Module):
     Sequences are laid out as a right-padded batch; causality alone then keeps every real query
     from the padding, so that no mask is built. Grouped-query attention is native.
 
-    Shapes: query ``[T, heads, d]``, key and value ``[T, groups, d]`` (packed, ``qkv_format: thd``)
-    -> ``[T, heads * d]``; or ``[s, b, heads, d]`` without packing -> ``[s, b, heads * d]``.
+    Under context parallelism a rank has a part of every sequence (see ``context_parallel``): keys
+    and values are gathered over the group (their gradient is reduce-scattered), queries stay.
+
+    Shapes, T tokens of this rank: query ``[T, heads, d]``, key and value ``[T, groups, d]``
+    (packed, ``qkv_format: thd``) -> ``[T, heads * d]``; or ``[s, b, heads, d]`` without packing
+    -> ``[s, b, heads * d]``.
 
     Raises:
-        ValueError: context parallelism, dropout, or a mask type other than causal is asked for.
+        ValueError: dropout, a mask type other than causal, or context parallelism without packed
+            sequences is asked for.
     """
 
     def __init__(
@@ -65,11 +74,6 @@ class PackedAttention(torch.nn.Module):
         **unused_groups: object,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                "context parallelism is not built for CPU runs: parallel.context is "
-                f"{config.context_parallel_size}, expected 1"
-            )
         if config.attention_dropout != 0.0:
             raise ValueError(
                 f"attention_dropout is {config.attention_dropout}, expected 0: dropout would make "
@@ -89,18 +93,62 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
         if packed_seq_params is None:
+            if group.size() > 1:
+                raise ValueError(
+                    f"context parallelism over {group.size()} ranks needs packed sequences "
+                    "(packed_seq_params), got none"
+                )
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             context = self._attend(q, k, v)  # [b, heads, s, d]
             return context.permute(2, 0, 1, 3).flatten(2)
-        slots, shape = _padded_slots(packed_seq_params.cu_seqlens_q, query.size(0))
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        if group.size() > 1:
+            return self._attend_over_ranks(query, key, value, cu_seqlens, group)
+        slots, shape = _padded_slots(cu_seqlens, query.size(0))
         q, k, v = (_pad(x, slots, shape) for x in (query, key, value))
         context = self._attend(q, k, v).transpose(1, 2).flatten(0, 1)  # [b * s, heads, d]
         return context[slots].flatten(1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_over_ranks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        group: torch.distributed.ProcessGroup,
+    ) -> Tensor:
+        size = group.size()
+        # All-gather forward, reduce-scatter backward: each rank's queries add to every gradient.
+        joined = gather_from_sequence_parallel_region(
+            torch.cat([key, value], dim=1), tensor_parallel_output_grad=True, group=group
+        )
+        k, v = joined[order_of_gathered(cu_seqlens, size)].chunk(2, dim=1)
+        positions = held_positions(cu_seqlens, ContextShard(group.rank(), size))
+        slots, shape = _padded_slots(cu_seqlens // size, query.size(0))
+        key_slots, key_shape = _padded_slots(cu_seqlens, k.size(0))
+        # Within the padded batch of keys; a padded query looks at position 0 of its sequence.
+        row = torch.zeros(shape[0] * shape[1], dtype=torch.int64, device=query.device)
+        row[slots] = key_slots[positions] % key_shape[1]
+        causal = torch.arange(key_shape[1], device=query.device) <= row.view(*shape, 1)
+        context = self._attend(
+            _pad(query, slots, shape),
+            _pad(k, key_slots, key_shape),
+            _pad(v, key_slots, key_shape),
+            causal.unsqueeze(1),  # [b, 1, s / size, s]
+        )
+        return context.transpose(1, 2).flatten(0, 1)[slots].flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=q.size(1) != k.size(1),
         )
 
 

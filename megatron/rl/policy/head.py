@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -24,6 +25,7 @@ from pdm import (
     PolicyLossConfig,
     PolicyLossResult,
     PolicyStatistics,
+    SequenceMaskConfig,
     VocabShard,
     accept_sequences,
     expand_to_tokens,
@@ -31,6 +33,9 @@ from pdm import (
     linear_policy_statistics,
     policy_loss,
     policy_statistics,
+    sequence_mask,
+    topk_kl,
+    topk_tv,
 )
 
 
@@ -195,10 +200,7 @@ def _loss_of_statistics(
     batch = context.batch
     accepted = None
     if loss.sequence_mask is not None:
-        verdict = accept_sequences(
-            loss.sequence_mask, stats, batch.support, batch.local_sequence, batch.num_sequences
-        )
-        accepted = expand_to_tokens(verdict.accept, batch.local_sequence)
+        accepted = _accepted_tokens(loss.sequence_mask, stats, batch)
     result = policy_loss(
         stats,
         batch.support,
@@ -210,6 +212,54 @@ def _loss_of_statistics(
     )
     _record(context, stats, result, accepted)
     return result.loss
+
+
+def _accepted_tokens(
+    config: SequenceMaskConfig, stats: PolicyStatistics, batch: MicroBatch
+) -> Tensor:
+    """Return which tokens lie in accepted sequences, bool ``[N]``.
+
+    Under context parallelism a sequence's tokens lie on several ranks. What the verdict reads of
+    each token, at most four numbers, goes to all of them; each then decides from the same numbers.
+    """
+    support = batch.support
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        verdict = accept_sequences(
+            config, stats, support, batch.local_sequence, batch.num_sequences
+        )
+        return expand_to_tokens(verdict.accept, batch.local_sequence)
+    columns = {
+        "behavior_log_prob": support.sampled_log_probs,
+        "policy_log_prob": stats.log_prob.detach(),
+    }
+    measures = {"topk_kl": topk_kl, "topk_tv": topk_tv}
+    if config.needs_divergence:
+        if config.divergence not in measures:
+            raise ValueError(
+                f"loss.sequence_mask.divergence is {config.divergence}, which needs the behavior "
+                "policy's whole distribution; use topk_kl or topk_tv"
+            )
+        measure = measures[config.divergence]
+        columns["divergence"] = measure(support, stats)
+    if config.needs_tv:
+        columns["tv"] = topk_tv(support, stats)
+    table = torch.stack(list(columns.values()))
+    # Every token is one rank's, so that the sum only adds zeros to it.
+    gathered = table.new_zeros(len(columns), batch.gathered_sequence.numel())
+    gathered[:, batch.gathered_row] = table
+    dist.all_reduce(gathered, group=group)
+    whole = dict(zip(columns, gathered, strict=True))
+    verdict = sequence_mask(
+        config,
+        batch.gathered_sequence,
+        batch.num_sequences,
+        behavior_log_prob=whole["behavior_log_prob"],
+        policy_log_prob=whole["policy_log_prob"],
+        divergence=whole.get("divergence"),
+        tv=whole.get("tv"),
+    )
+    return expand_to_tokens(verdict.accept, batch.local_sequence)
 
 
 def _record(

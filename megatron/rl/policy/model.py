@@ -16,6 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from megatron.rl import cpu_backend
 from megatron.rl.batch import MicroBatch
 from megatron.rl.errors import UserError
 from megatron.rl.model.architecture import Architecture
@@ -74,28 +75,34 @@ class Policy:
     ) -> None:
         self.architecture = architecture
         self.head = head
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
+        on_cpu = cpu_backend.is_installed()
+        self.device = torch.device(
+            "cpu" if on_cpu else "cuda", None if on_cpu else torch.cuda.current_device()
         )
-        model = build_model(architecture, layout, build).to(self.device)
-        load_hf_checkpoint(model, architecture, model_path)
+        chunks = [chunk.to(self.device) for chunk in build_model(architecture, layout, build)]
+        load_hf_checkpoint(chunks, architecture, model_path)
         ddp_config = DistributedDataParallelConfig(
             **_checked(DistributedDataParallelConfig, "megatron.ddp", settings.ddp,
                        RESERVED_DDP_FIELDS, {"use_distributed_optimizer": True}),
             grad_reduce_in_fp32=True,
             average_in_collective=False,
         )  # fmt: skip
-        self.model = DistributedDataParallel(model.config, ddp_config, model)
+        self.chunks = [
+            # As megatron/training/training.py does: buckets only for the chunk whose backward
+            # pass comes last.
+            DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
         self.optimizer = get_megatron_optimizer(
-            _optimizer_config(settings, build.dtype), [self.model]
+            _optimizer_config(settings, build.dtype), self.chunks
         )
         self.scheduler = _scheduler(self.optimizer, settings)
-        model.config.finalize_model_grads_func = finalize_model_grads
-        model.config.grad_scale_func = self.optimizer.scale_loss
+        config = chunks[0].config  # the chunks share it
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
         if ddp_config.overlap_grad_reduce:
-            model.config.no_sync_func = self.model.no_sync
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Take one optimizer step on a minibatch.
@@ -103,16 +110,21 @@ class Policy:
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
         """
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        records = forward_backward(self.model, self.head, micro_batches)
+        records = forward_backward(self.chunks, self.head, micro_batches)
         self._require_finite_gradients()
         self.scheduler.step(increment=1)  # before the step: a warm-up never starts at lr 0
         _, grad_norm, _ = self.optimizer.step()
         return StepResult(float(grad_norm), self.optimizer.param_groups[0]["lr"], records)
 
     def _require_finite_gradients(self) -> None:
-        buffers = self.model.buffers + self.model.expert_parallel_buffers
+        buffers = [
+            buffer
+            for chunk in self.chunks
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ]
         finite = torch.stack([buffer.grad_data.sum().isfinite() for buffer in buffers]).all()
         flag = finite.to(torch.int32)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
@@ -125,7 +137,7 @@ class Policy:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under their Hugging Face names on rank 0; see gather_hf_tensors."""
-        return gather_hf_tensors(self.model.module, self.architecture)
+        return gather_hf_tensors([chunk.module for chunk in self.chunks], self.architecture)
 
 
 def is_last_stage() -> bool:

@@ -15,7 +15,7 @@ from megatron.rl.policy.head import HeadContext, PolicyHead, TokenRecord
 
 
 def forward_backward(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
     *,
@@ -27,8 +27,9 @@ def forward_backward(
     ``finalize_model_grads`` divides the gradients once by the global count.
 
     Args:
-        model: this rank's stage, wrapped in DistributedDataParallel.
-        micro_batches: as many on every rank.
+        chunks: this rank's part of the model, each wrapped in DistributedDataParallel; several
+            take the interleaved schedule.
+        micro_batches: as many on every rank; with several chunks a multiple of the pipeline size.
 
     Returns:
         One record a micro-batch on the last pipeline stage, an empty list elsewhere.
@@ -36,8 +37,9 @@ def forward_backward(
     records: list[TokenRecord] = []
     get_forward_backward_func()(
         forward_step_func=partial(_forward_step, head=head, records=records),
-        data_iterator=iter(micro_batches),
-        model=model,
+        # Every chunk reads every micro-batch, the middle ones for its sequence lengths.
+        data_iterator=[iter(micro_batches) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(micro_batches),
         # Real lengths vary and are exchanged between stages (variable_seq_lengths).
         seq_length=max(batch.num_input_tokens for batch in micro_batches),

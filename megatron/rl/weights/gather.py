@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather a Megatron model, sharded in any layout, into whole Hugging Face tensors on one rank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ _Manifest = list[tuple[str, tuple[int, ...]]]
 
 
 def gather_hf_tensors(
-    model: GPTModel,
+    chunks: Sequence[GPTModel],
     architecture: Architecture,
     *,
     destination: int = 0,
@@ -33,6 +33,7 @@ def gather_hf_tensors(
     stage (and of each expert-parallel rank for experts).
 
     Args:
+        chunks: this rank's part of the model.
         value: what to gather of a parameter, of its shape: by default its weights.
 
     Raises:
@@ -40,13 +41,13 @@ def gather_hf_tensors(
             of the architecture.
     """
     rank = dist.get_rank()
-    tensors = _tensors_to_send(model, architecture, value)
+    tensors = _tensors_to_send(chunks, architecture, value)
     manifest: _Manifest = [(name, tuple(tensor.shape)) for name, tensor in tensors]
     manifests: list[_Manifest] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(manifests, manifest)
     if rank == destination:
         _check_complete(manifests, architecture)
-    like = value(next(model.parameters()))
+    like = value(next(chunks[0].parameters()))
     for source, theirs in enumerate(manifests):
         if source == destination:
             if rank == destination:
@@ -64,14 +65,16 @@ def gather_hf_tensors(
 
 
 def _tensors_to_send(
-    model: GPTModel, architecture: Architecture, value: Callable[[torch.nn.Parameter], Tensor]
+    chunks: Sequence[GPTModel],
+    architecture: Architecture,
+    value: Callable[[torch.nn.Parameter], Tensor],
 ) -> list[tuple[str, Tensor]]:
     """Join this rank's parameters over TP; keep those that this rank is the one to send."""
     first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     sends_dense = first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
     sends_experts = parallel_state.get_expert_data_parallel_rank() == 0
     tensors: list[tuple[str, Tensor]] = []
-    for parameter, location in local_parameters(model, architecture):
+    for parameter, location in local_parameters(chunks, architecture):
         expert = location.rule.is_expert
         whole = expert or location.rule.join is Join.WHOLE
         shards = [value(parameter)] if whole else _tensor_parallel_shards(value(parameter))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fill a Megatron model from a Hugging Face checkpoint folder."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,28 +18,31 @@ from megatron.rl.weights.names import Location, expected_hf_names, hf_to_shard, 
 
 
 def local_parameters(
-    model: GPTModel, architecture: Architecture
+    chunks: Sequence[GPTModel], architecture: Architecture
 ) -> list[tuple[torch.nn.Parameter, Location]]:
     """Return this rank's parameters with the Hugging Face tensors that they belong to."""
-    layer_offset = get_transformer_layer_offset(model.config)
-    experts = architecture.num_experts // model.config.expert_model_parallel_size
+    experts = architecture.num_experts // chunks[0].config.expert_model_parallel_size
     expert_offset = parallel_state.get_expert_model_parallel_rank() * experts
     return [
         (
             parameter,
             locate(
                 name,
-                layer_offset=layer_offset,
+                # Each chunk numbers its layers from 0.
+                layer_offset=get_transformer_layer_offset(chunk.config, chunk.vp_stage),
                 expert_offset=expert_offset,
                 tied=architecture.tied_embeddings,
             ),
         )
-        for name, parameter in model.named_parameters()
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
     ]
 
 
-def load_hf_checkpoint(model: GPTModel, architecture: Architecture, folder: str | Path) -> None:
-    """Copy the weights of a checkpoint into the model, each rank its own shards.
+def load_hf_checkpoint(
+    chunks: Sequence[GPTModel], architecture: Architecture, folder: str | Path
+) -> None:
+    """Copy the weights of a checkpoint into the model's chunks, each rank its own shards.
 
     Values are cast to the parameters' dtype. Padding rows of the vocabulary become zero.
 
@@ -49,7 +53,7 @@ def load_hf_checkpoint(model: GPTModel, architecture: Architecture, folder: str 
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     with HFTensors(folder) as tensors:
         _check_names(tensors.names(), architecture, folder)
-        for parameter, location in local_parameters(model, architecture):
+        for parameter, location in local_parameters(chunks, architecture):
             expert = location.rule.is_expert
             shard = hf_to_shard(
                 location.rule,
