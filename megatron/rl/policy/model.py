@@ -75,10 +75,7 @@ class Policy:
     ) -> None:
         self.architecture = architecture
         self.head = head
-        on_cpu = cpu_backend.is_installed()
-        self.device = torch.device(
-            "cpu" if on_cpu else "cuda", None if on_cpu else torch.cuda.current_device()
-        )
+        self.device = torch.device("cpu" if cpu_backend.is_installed() else "cuda")
         chunks = [chunk.to(self.device) for chunk in build_model(architecture, layout, build)]
         load_hf_checkpoint(chunks, architecture, model_path)
         ddp_config = DistributedDataParallelConfig(
