@@ -302,11 +302,11 @@ def shard_rows(repetitions: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table(repetitions: int) -> list[dict[str, Any]]:
+def table(repetitions: int, vocabs: list[int], lengths: list[int]) -> list[dict[str, Any]]:
     """Measure every path over shapes; one row each."""
     rows = []
-    for vocab in (32_000, VOCAB):
-        for tokens in (512, 2048):
+    for vocab in vocabs:
+        for tokens in lengths:
             for top_k in (0, 20, 64):
                 shares = (1.0, 0.5, 0.1) if top_k == 20 else (1.0,)
                 rows.append(_shape_row(Problem(tokens, vocab, top_k), shares, repetitions))
@@ -365,6 +365,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="measure the stated targets only")
     parser.add_argument("--json", type=Path, help="write what was measured here")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, VOCAB])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     options = parser.parse_args()
     environment = describe_environment()
     results: dict[str, Any] = {"environment": environment}
@@ -377,7 +379,7 @@ def main() -> int:
         code = 0 if all(target.met for target in targets) else 1
     else:
         results["tensor_parallel"] = shard_rows(options.repetitions)
-        results["rows"] = table(options.repetitions)
+        results["rows"] = table(options.repetitions, options.vocab, options.tokens)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     return code
