@@ -12,6 +12,12 @@ from pdm import PolicyLossConfig
 
 TEMPERATURE = 0.8
 TOP_K = 5
+# Megatron's own names: every layer's activations are computed again in backward.
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 LOSS = PolicyLossConfig(mask="divergence", direction="uniform", threshold=0.3)
 
 
@@ -31,6 +37,7 @@ class Case:
     micro_batch_tokens: int = 40
     loss: PolicyLossConfig = LOSS
     head: str = "fused"
+    recompute: bool = False
     shuffle: int | None = None
     """Seed of another order of the sequences in the rollout batch."""
 
@@ -123,7 +130,9 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
     architecture = read_architecture(case.model_path)
     layout.check(architecture)
     build_groups(layout, seed=1)
-    chunks = build_model(architecture, layout, BuildOptions())
+    chunks = build_model(
+        architecture, layout, BuildOptions(transformer=RECOMPUTE if case.recompute else {})
+    )
     load_hf_checkpoint(chunks, architecture, case.model_path)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False)
     wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]

@@ -24,12 +24,17 @@ TOKENS = 23
 
 
 def run_shards(
-    rank: int, world_size: int, layouts: list[list[int]], config: PolicyLossConfig, impl: str
+    rank: int,
+    world_size: int,
+    layouts: list[list[int]],
+    config: PolicyLossConfig,
+    impl: str,
+    dtype: torch.dtype = torch.float64,
 ) -> list[dict[str, Any]]:
     """Run every layout on this rank; return its gradients and what it communicated."""
     outcomes = []
     for widths in layouts:
-        head = make_head()
+        head = make_head(dtype=dtype)
         start = sum(widths[:rank])
         shard = VocabShard(start, start + widths[rank], head.shard.vocab_size, dist.group.WORLD)
         outcomes.append(_run_shard(head, shard, config, impl))
@@ -109,3 +114,24 @@ def test_shards_equal_the_whole(world_size: int, impl: str) -> None:
             chunks = -(-TOKENS // CHUNK)
             assert rank["counts"]["all_gather"] == chunks
             assert rank["counts"]["floats"] == TOKENS * (5 + rank["support_columns"])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_float32_shards_are_as_close_to_float64_as_plain_float32(world_size: int) -> None:
+    """The three-way rule, for values and gradients."""
+    exact = run_reference(make_head(), CONFIG)
+    plain = run_reference(make_head(dtype=torch.float32), CONFIG)
+    layout = LAYOUTS[world_size][:1]
+    by_rank = run_ranks(run_shards, world_size, layout, CONFIG, "tiled", torch.float32)
+    ranks = [outcomes[0] for outcomes in by_rank]
+    names = {"hidden": "hidden", "weight": "weight", "log_prob": "PolicyStatistics.log_prob"}
+    sharded = {
+        "hidden": ranks[0]["hidden"],
+        "weight": torch.cat([rank["weight"] for rank in ranks]),
+        "log_prob": ranks[0]["log_prob"],
+    }
+    for name, reference in names.items():
+        scale = exact[reference].norm()
+        error = (sharded[name].double() - exact[reference]).norm() / scale
+        allowed = (plain[reference].double() - exact[reference]).norm() / scale
+        assert error <= 2 * allowed + 1e-7, f"{name}: {error:.2e}, plain {allowed:.2e}"

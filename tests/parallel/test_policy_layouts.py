@@ -56,6 +56,7 @@ TWO_RANKS: list[tuple[str, dict[str, Any]]] = [
     ("moe", {"tensor": 2}),
     ("moe", {"tensor": 2, "expert": 2}),
     ("dense", {"tensor": 2, "head": "reference"}),
+    ("moe", {"tensor": 2, "expert": 2, "recompute": True}),
     ("moe", {"tensor": 2, "expert": 2, "head": "reference"}),
     ("tied", {"tensor": 2}),
     ("dense", {"context": 2}),

@@ -52,6 +52,8 @@ def make_head(
     sampled[::2] = top[::2, -1]
     if tokens > 3 and vocab > 1024:
         sampled[1], sampled[3] = 1023, 1024
+        if vocab > 1256 and tokens > 7:  # the border of two shards
+            sampled[5], sampled[7] = 1255, 1256
     support = BehaviorSupport.from_topk(
         top, log_mu.gather(1, top), sampled, log_mu.gather(1, sampled[:, None])[:, 0]
     )
