@@ -50,7 +50,7 @@ def token_weights(
     that are none, and a ``fixed_length`` that is missing, below 1 or without effect raise
     ``ValueError``.
 
-    Source: predictive divergence masks, Eq. 14 (token sums); docs/method.md;
+    Source: predictive divergence masks, Eq. 14 (token sums); section 5 of docs/method.md;
     "sequence_sum_fixed" as in Liu et al., 2025 (Dr. GRPO).
     """
     require_fixed_length("token_weights", aggregation, fixed_length)
@@ -71,7 +71,7 @@ def require_fixed_length(where: str, aggregation: str, fixed_length: int | None)
 
     Shapes: none; ``where`` names the caller in the message.
 
-    Source: docs/method.md.
+    Source: section 5 of docs/method.md.
     """
     if aggregation not in get_args(Aggregation):
         raise ValueError(

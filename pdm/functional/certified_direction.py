@@ -37,7 +37,7 @@ class CertifiedDirection:
     - ``direction`` [T]: the exact direction, moved into the certified interval
     - ``certified`` [T] bool: the interval lies on one side of 0
 
-    Source: docs/method.md.
+    Source: section 4 of docs/method.md.
     """
 
     direction: Tensor
@@ -71,7 +71,7 @@ def kl_direction_bounds(support: BehaviorSupport, stats: PolicyStatistics) -> tu
     sampled token, give NaN. Log-probabilities that were rounded to a narrower dtype before, and
     columns besides the sampled token that are not the top K of mu, void the guarantee.
 
-    Source: docs/method.md; the derivative is predictive divergence masks, Eq. 7.
+    Source: section 4 of docs/method.md; the derivative is predictive divergence masks, Eq. 7.
     """
     out = torch.promote_types(support.log_probs.dtype, stats.support_log_probs.dtype)
     mu_eps = torch.finfo(support.log_probs.dtype).eps
@@ -116,7 +116,7 @@ def certified_kl_direction(support: BehaviorSupport, stats: PolicyStatistics) ->
 
     Edge cases: NaN stays NaN and is not certified. Equal policies are not certified: D' is 0.
 
-    Source: docs/method.md.
+    Source: section 4 of docs/method.md.
     """
     lower, upper = kl_direction_bounds(support, stats)
     exact = kl_direction(support, stats, tail="exact").detach().to(lower.dtype)

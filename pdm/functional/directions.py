@@ -99,7 +99,7 @@ def tv_direction(
     raises ``ValueError``.
 
     Source: predictive divergence masks, Eq. 38 and 42; "exact" is Eq. 34 for the divergence of
-    Eq. 35, docs/method.md.
+    Eq. 35, section 4 of docs/method.md.
     """
     _require_tail_model("tv_direction", tail)
     valid = support.valid
