@@ -74,9 +74,7 @@ def loss_metrics(tokens: TokenRecord) -> dict[str, float]:
     log_ratio = _log_ratio(tokens)
     vetoed = ~tokens.keep
     divergence = tokens.divergence.double()
-    quantiles = torch.quantile(
-        divergence, torch.tensor(DIVERGENCE_QUANTILES, dtype=divergence.dtype)
-    )
+    quantiles = torch.quantile(divergence, divergence.new_tensor(DIVERGENCE_QUANTILES))
     metrics = {
         "ppo_kl": -log_ratio.mean(),
         "clip_fraction": vetoed.double().mean(),

@@ -101,6 +101,13 @@ class WeightGradient:
         else:
             torch.mm(a, b, out=part)
 
+    def add(self, product: Tensor) -> None:
+        """Add a product [V, H] of all rows that was computed elsewhere."""
+        if self._written:
+            self._sum += product
+        else:
+            self._sum.copy_(product)
+
     def end_chunk(self) -> None:
         """Say that this chunk's products cover all rows."""
         self._written = True

@@ -9,8 +9,6 @@ be known on the host.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -133,9 +131,7 @@ class TritonStep:
         support_logits = self._logits.new_zeros(count, support)
         if count and width:
             _product(hidden, weight.T, out=self._logits)
-            _launch(
-                _statistics_kernel,
-                (count,),
+            _statistics_kernel[(count,)](
                 self._logits,
                 columns.contiguous(),
                 scalars,
@@ -161,9 +157,7 @@ class TritonStep:
         gradient = torch.empty_like(self._logits, dtype=self._weight.dtype)
         block = min(GRADIENT_BLOCK, triton.next_power_of_2(width))
         bonus = rows.entropy_coefficient
-        _launch(
-            _gradient_kernel,
-            (count, triton.cdiv(width, block)),
+        _gradient_kernel[(count, triton.cdiv(width, block))](
             self._logits,
             gradient,
             rows.log_normalizer,
@@ -179,7 +173,7 @@ class TritonStep:
         if hidden_grad is not None:
             hidden_grad += _product(gradient, self._weight)
         if weight_grad is not None:
-            weight_grad.add_product(slice(None), gradient.T.float(), self._hidden.float())
+            weight_grad.add(_product(gradient.T, self._hidden))
             weight_grad.end_chunk()
 
 
@@ -193,7 +187,3 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
     product = torch.mm(a.float(), b.float())
     return product if out is None else out.copy_(product)
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    kernel[grid](*args, **constants)

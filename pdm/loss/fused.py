@@ -151,7 +151,7 @@ class _FusedLoss(torch.autograd.Function):
             if hidden_grad is not None or weight_grad is not None:
                 _add_gradient(chunk, result, inputs, config, settings, hidden_grad, weight_grad)
         outputs.statistics = (
-            concatenate_statistics(statistics, hidden)
+            concatenate_statistics(statistics)
             if statistics
             else empty_statistics(hidden, support, settings)
         )

@@ -102,8 +102,8 @@ def head_settings(
     return HeadSettings(temperature, shard, chunk_size, impl)
 
 
-def concatenate_statistics(parts: Sequence[PolicyStatistics], like: Tensor) -> PolicyStatistics:
-    """Join the statistics of consecutive chunks; ``like`` gives dtype and device for none."""
+def concatenate_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
+    """Join the statistics of consecutive chunks, of which there is at least one."""
     joined: dict[str, Any] = {"vocab_size": parts[0].vocab_size}
     for field in dataclasses.fields(PolicyStatistics):
         if field.name != "vocab_size":
@@ -125,7 +125,7 @@ class _LinearStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         parts = [chunk.merged for chunk in walk(hidden, weight, support, settings)]
         if parts:
-            stats = concatenate_statistics([part.statistics for part in parts], hidden)
+            stats = concatenate_statistics([part.statistics for part in parts])
         else:
             stats = empty_statistics(hidden, support, settings)
         ctx.save_for_backward(hidden, weight)

@@ -22,7 +22,6 @@ def record(sequence: list[int], behavior: list[float], policy: list[float], **mo
         sequence=torch.tensor(sequence),
         behavior_log_prob=torch.tensor(behavior),
         policy_log_prob=torch.tensor(policy),
-        advantages=torch.ones(count),
         divergence=torch.tensor(more.get("divergence", [0.0] * count)),
         entropy=torch.tensor(more.get("entropy", [0.0] * count)),
         keep=~(flags["outside"] & flags["outward"]),

@@ -46,7 +46,6 @@ class TokenRecord:
     sequence: Tensor
     behavior_log_prob: Tensor
     policy_log_prob: Tensor
-    advantages: Tensor
     divergence: Tensor
     entropy: Tensor
     outside: Tensor
@@ -275,7 +274,6 @@ def _record(
         sequence=batch.sequence,
         behavior_log_prob=batch.support.sampled_log_probs,
         policy_log_prob=stats.log_prob.detach(),
-        advantages=batch.advantages,
         divergence=result.divergence,
         entropy=stats.entropy.detach(),
         outside=result.mask.outside,
