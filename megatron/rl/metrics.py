@@ -2,17 +2,14 @@
 """Metrics of an optimizer step, over the tokens of the whole global batch.
 
 Means are over global token or sequence counts, never means of micro-batch means. pi is the policy
-at the time of the step, mu the behavior policy that the engine reported; l = log pi - log mu of a
-sampled token. Names that users of other trainers look for are logged beside ours:
-``rollout_corr/*`` and ``training/rollout_probs_diff_*`` (verl), ``token_mult_prob_error`` and
-``gen_kl_error`` (NeMo-RL), ``mismatch_kl/*`` and ``is_masked_*`` (prime-rl), ``actor/topk_kl_*``
-(Stable-RL).
+at the time of the step, mu the behavior policy that the engine reported. What lies between the two,
+by cause, is in ``mismatch.py``.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +21,8 @@ from megatron.rl.policy.head import TokenRecord
 DIVERGENCE_QUANTILES = (0.5, 0.9, 0.99)
 # Longest response of each bucket of the acceptance by length; the last bucket is open.
 ACCEPTANCE_LENGTHS = (64, 256, 1024, 4096)
+# Versions; older tokens are counted together.
+LONGEST_LAG = 8
 
 
 def gather_records(
@@ -74,20 +73,19 @@ def loss_metrics(tokens: TokenRecord) -> dict[str, float]:
     log_ratio = _log_ratio(tokens)
     vetoed = ~tokens.keep
     divergence = tokens.divergence.double()
-    quantiles = torch.quantile(divergence, divergence.new_tensor(DIVERGENCE_QUANTILES))
+    quantiles = _quantiles(divergence, DIVERGENCE_QUANTILES)
     metrics = {
         "ppo_kl": -log_ratio.mean(),
         "clip_fraction": vetoed.double().mean(),
         "outside_fraction": tokens.outside.double().mean(),
         "outward_fraction": tokens.outward.double().mean(),
-        "ppl_gap": -_log_ppl_difference(tokens).mean(),
+        "ppl_gap": sequence_means(log_ratio, tokens.sequence).mean(),
         "entropy": tokens.entropy.double().mean(),
         "ratio/max": log_ratio.max().exp(),
         "ratio/min": log_ratio.min().exp(),
         "divergence/mean": divergence.mean(),
         "divergence/max": divergence.max(),
-        "actor/topk_kl_mean": divergence.mean(),
-        "actor/topk_kl_max": divergence.max(),
+        # prime-rl's names: vetoed with a probability below, or above, that of the engine.
         "is_masked_low": (vetoed & (log_ratio < 0)).double().mean(),
         "is_masked_high": (vetoed & (log_ratio > 0)).double().mean(),
     }
@@ -97,48 +95,63 @@ def loss_metrics(tokens: TokenRecord) -> dict[str, float]:
         metrics |= _acceptance(tokens.accepted, tokens.sequence)
     for q, value in zip(DIVERGENCE_QUANTILES, quantiles, strict=True):
         metrics[f"divergence/p{q * 100:g}"] = value
-    return {name: float(value) for name, value in metrics.items()} | {
+    return to_floats(metrics) | {
         "tokens": tokens.sequence.numel(),
         "vetoed_tokens": int(vetoed.sum()),
     }
 
 
-def mismatch_metrics(tokens: TokenRecord) -> dict[str, float]:
-    """Return how far trainer and engine disagree about the same weights.
+def staleness_metrics(tokens: TokenRecord, version: int, optimizer_steps: int) -> dict[str, float]:
+    """Return how old the weights are that sampled the tokens.
 
-    Meant for the first optimizer step of a rollout batch, where pi has the weights that sampled.
+    - ``staleness/mean``, ``staleness/max`` of the lag: ``version`` less that of the token
+    - ``staleness/lag_<n>``: the share of tokens with that lag; the last counts all above it too
+    - ``staleness/optimizer_steps``: those that the policy took since it had ``version``
+
+    Args:
+        version: of the weights that the engine was given last.
+        optimizer_steps: taken since.
     """
     if tokens.sequence.numel() == 0:
         return {}
-    log_ratio = _log_ratio(tokens)
-    k3 = torch.expm1(log_ratio) - log_ratio
-    policy, behavior = tokens.policy_log_prob.double(), tokens.behavior_log_prob.double()
-    prob_difference = (policy.exp() - behavior.exp()).abs()
-    policy_log_ppl = -_sequence_means(policy, tokens.sequence)
-    behavior_log_ppl = -_sequence_means(behavior, tokens.sequence)
-    metrics = {
-        "mismatch/log_prob_max": log_ratio.abs().max(),
-        "mismatch/log_prob_mean": log_ratio.abs().mean(),
-        "rollout_corr/kl": -log_ratio.mean(),
-        "rollout_corr/k3_kl": k3.mean(),
-        "rollout_corr/training_ppl": policy_log_ppl.exp().mean(),
-        "rollout_corr/rollout_ppl": behavior_log_ppl.exp().mean(),
-        "rollout_corr/log_ppl_diff": (policy_log_ppl - behavior_log_ppl).mean(),
-        "rollout_corr/chi2_token": (2 * log_ratio).exp().mean() - 1,
-        "training/rollout_probs_diff_max": prob_difference.max(),
-        "training/rollout_probs_diff_mean": prob_difference.mean(),
-        "training/rollout_probs_diff_std": prob_difference.std(correction=0),
-        "token_mult_prob_error": log_ratio.abs().exp().mean(),
-        "gen_kl_error": k3.mean(),
-        "mismatch_kl/mean": k3.mean(),
-        "mismatch_kl/max": k3.max(),
+    lag = version - tokens.policy_version
+    metrics: dict[str, float] = {
+        "staleness/mean": float(lag.double().mean()),
+        "staleness/max": int(lag.max()),
+        "staleness/optimizer_steps": optimizer_steps,
     }
-    return {name: float(value) for name, value in metrics.items()}
+    lags, counts = torch.unique(lag.clamp_max(LONGEST_LAG), return_counts=True)
+    for value, count in zip(lags.tolist(), counts.tolist(), strict=True):
+        suffix = "_or_more" if value == LONGEST_LAG else ""
+        metrics[f"staleness/lag_{value}{suffix}"] = count / lag.numel()
+    return metrics
+
+
+def to_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """Bring scalars to the host, all at once."""
+    values = torch.stack([value.double() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))
+
+
+def sequence_means(values: Tensor, sequence: Tensor) -> Tensor:
+    """Return the mean of each sequence's tokens, by ascending number of the sequence."""
+    numbers, index, counts = torch.unique(sequence, return_inverse=True, return_counts=True)
+    sums = values.new_zeros(len(numbers)).index_add_(0, index, values)
+    return sums / counts
+
+
+def _quantiles(values: Tensor, shares: Sequence[float]) -> Tensor:
+    """Linear between neighbours, as torch.quantile, which takes at most 16 million values."""
+    ascending = values.sort().values
+    place = values.new_tensor(shares) * (len(values) - 1)
+    below = place.floor().long()
+    above = (below + 1).clamp_max(len(values) - 1)
+    return torch.lerp(ascending[below], ascending[above], place - below)
 
 
 def _acceptance(accepted: Tensor, sequence: Tensor) -> dict[str, Tensor]:
     """Share of accepted sequences, over all and by response length."""
-    verdict = _sequence_means(accepted.double(), sequence)
+    verdict = sequence_means(accepted.double(), sequence)
     lengths = torch.unique(sequence, return_counts=True)[1]
     metrics = {"sequence_acceptance": verdict.mean()}
     edges = (0, *ACCEPTANCE_LENGTHS, math.inf)
@@ -151,18 +164,3 @@ def _acceptance(accepted: Tensor, sequence: Tensor) -> dict[str, Tensor]:
 
 def _log_ratio(tokens: TokenRecord) -> Tensor:
     return tokens.policy_log_prob.double() - tokens.behavior_log_prob.double()
-
-
-def _log_ppl_difference(tokens: TokenRecord) -> Tensor:
-    """log perplexity of pi minus that of mu, per sequence."""
-    return -_sequence_means(_log_ratio(tokens), tokens.sequence)
-
-
-def _sequence_means(values: Tensor, sequence: Tensor) -> Tensor:
-    numbers, index, counts = torch.unique(sequence, return_inverse=True, return_counts=True)
-    return (
-        torch.zeros(len(numbers), dtype=values.dtype, device=values.device).index_add(
-            0, index, values
-        )
-        / counts
-    )

@@ -11,6 +11,23 @@ from megatron.rl.model.architecture import Architecture
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
+# Rows of the embedding and the head are padded to a multiple of this times TP
+# (Megatron's own default, so that its checkpoints fit).
+VOCAB_DIVISIBLE_BY = 128
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Consecutive layers of one rank: those of one chunk, global numbers ``[first, first+count)``.
+
+    ``stage`` is the pipeline stage, ``chunk`` the virtual stage within it (0 without them).
+    """
+
+    stage: int
+    chunk: int
+    first: int
+    count: int
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -53,13 +70,54 @@ class ParallelConfig:
         """The interleaved schedule takes micro-batches in groups of one per pipeline stage."""
         return self.pipeline if self.virtual is not None else 1
 
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """The number of rows of the whole embedding: a multiple of 128 x TP."""
+        multiple = VOCAB_DIVISIBLE_BY * self.tensor
+        return -(-vocab_size // multiple) * multiple
+
+    def layer_runs(self, num_layers: int) -> list[LayerRun]:
+        """Which stage and chunk has which of the model's layers, in the order of the layers."""
+        ends = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
+        given = {stage: size for stage, size in ends.items() if size is not None}
+        others = self.pipeline - len(given)
+        share = (num_layers - sum(given.values())) // others if others else 0
+        chunks = self.virtual or 1
+        runs, first = [], 0
+        for chunk in range(chunks):
+            for stage in range(self.pipeline):
+                count = given.get(stage, share) // chunks
+                runs.append(LayerRun(stage, chunk, first, count))
+                first += count
+        return runs
+
+    # Megatron numbers ranks in the order tensor, context, (expert,) data, pipeline, the fastest
+    # first (parallel_state.RankGenerator, order "tp-cp-ep-dp-pp"). An expert is whole on its ranks
+    # (expert tensor parallelism 1), which divide a stage's ranks anew.
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tensor * self.context * self.data
+
+    def stage_ranks(self, stage: int) -> range:
+        """The ranks of a pipeline stage."""
+        return range(stage * self.stage_size, (stage + 1) * self.stage_size)
+
+    def tensor_ranks(self, stage: int, tensor_rank: int) -> range:
+        """The ranks of a stage that hold the same tensor-parallel shard."""
+        return self.stage_ranks(stage)[tensor_rank :: self.tensor]
+
+    def expert_ranks(self, stage: int, expert_rank: int) -> range:
+        """The ranks of a stage that hold the same experts."""
+        return self.stage_ranks(stage)[expert_rank :: self.expert]
+
     def check(self, model: Architecture) -> None:
         """Raise UserError, naming setting and numbers, when the model cannot be laid out so."""
         for name in ("tensor", "pipeline", "context", "data", "expert"):
             if getattr(self, name) < 1:
                 raise UserError(f"parallel.{name} is {getattr(self, name)}, expected at least 1")
         _must_divide("parallel.tensor", self.tensor, "attention heads", model.num_heads)
-        _must_divide("parallel.tensor", self.tensor, "key-value heads", model.num_groups)
+        self._check_groups(model)
         self._check_stages(model.num_layers)
         if model.is_moe:
             _must_divide("parallel.expert", self.expert, "experts", model.num_experts)
@@ -79,6 +137,16 @@ class ParallelConfig:
                 )
         if self.sequence_parallel and self.tensor == 1:
             raise UserError("parallel.sequence is true, which needs parallel.tensor > 1")
+
+    def _check_groups(self, model: Architecture) -> None:
+        """Check that ranks have whole key-value heads, or that each of these has whole ranks."""
+        if model.num_groups % self.tensor and self.tensor % model.num_groups:
+            raise UserError(
+                f"parallel.tensor is {self.tensor}, expected a divisor or a multiple of the "
+                f"model's {model.num_groups} key-value heads"
+            )
+        rows = (model.num_heads + 2 * model.num_groups) * model.head_dim
+        _must_divide("parallel.tensor", self.tensor, "rows of q, k and v", rows)
 
     def _check_stages(self, num_layers: int) -> None:
         """Check that the layers divide over pipeline stages and their virtual ones."""

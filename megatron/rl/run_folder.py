@@ -8,6 +8,7 @@ an evaluation (``eval``); ``tensorboard/`` the same numbers; ``logs/`` what rank
 
 import importlib.metadata
 import json
+import math
 import platform
 import subprocess
 import time
@@ -35,6 +36,16 @@ def create_run_folder(config: Config) -> Path:
     (folder / "config.yaml").write_text(dump_config(config))
     (folder / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n")
     return folder
+
+
+def shared_folder(folder: Path) -> Path:
+    """Rank 0's run folder; under torchrun only that rank has made one, perhaps on its own disk."""
+    import torch.distributed as dist
+
+    name = [str(folder)]
+    dist.broadcast_object_list(name, src=0)
+    (Path(name[0]) / "logs").mkdir(parents=True, exist_ok=True)
+    return Path(name[0])
 
 
 def _environment() -> dict[str, Any]:
@@ -76,10 +87,18 @@ class MetricsLog:
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, kind: str, number: int, metrics: dict[str, Any]) -> None:
-        """Log one record; ``number`` counts optimizer steps or rollout batches, by its kind."""
-        self._file.write(json.dumps({"kind": kind, "number": number} | metrics) + "\n")
-        for name, value in metrics.items():
-            if isinstance(value, int | float):
+        """Log one record; ``number`` counts optimizer steps or rollout batches, by its kind.
+
+        JSON has neither NaN nor infinity: such a metric becomes null, and ``non_finite`` names it.
+        """
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        non_finite = [name for name, value in numbers.items() if not math.isfinite(value)]
+        record = {"kind": kind, "number": number} | metrics | dict.fromkeys(non_finite)
+        if non_finite:
+            record["non_finite"] = non_finite
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        for name, value in numbers.items():
+            if name not in non_finite:
                 self._writer.add_scalar(f"{kind}/{name}", value, number)
 
     def __enter__(self) -> "MetricsLog":

@@ -19,25 +19,8 @@ from tests.e2e.runs import (
     start,
     wait_for_engine,
 )
-from tools.make_tiny_model import TinyModelSettings, make_tiny_model
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(folder, TinyModelSettings(steps=0), say=lambda text: None)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Run, str]:
-    """A run to its end, in which most tokens are outside the trust region after one step."""
-    run = start(tmp_path_factory.mktemp("run"), model)
-    code, output = run.wait()
-    assert code == 0, output
-    return run, output
 
 
 def test_output_is_quiet_and_ends_with_the_result(finished: tuple[Run, str]) -> None:
@@ -62,9 +45,13 @@ def test_metrics_of_every_step_and_rollout(finished: tuple[Run, str]) -> None:
 def test_before_the_first_update_trainer_and_engine_agree(finished: tuple[Run, str]) -> None:
     steps = finished[0].metrics("step")
     for first in (steps[0], steps[4]):
-        assert 0 < first["mismatch/log_prob_max"] < 1e-4
+        assert 0 < first["mismatch/engine/log_prob_max"] < 1e-4
         assert first["mismatch_kl/max"] < 1e-8
-    assert "mismatch/log_prob_max" not in steps[1]
+        assert first["mismatch/update/kl"] == 0.0
+    assert steps[1]["mismatch/engine/kl"] == steps[0]["mismatch/engine/kl"]
+    assert steps[1]["mismatch/total/log_prob_max"] > 1e-3, "an update moves the policy"
+    assert all(step["staleness/lag_0"] == 1.0 for step in steps)
+    assert [step["staleness/optimizer_steps"] for step in steps] == [0, 1, 2, 3] * 2
 
 
 def test_later_steps_leave_the_trust_region_and_are_vetoed(finished: tuple[Run, str]) -> None:
@@ -187,6 +174,28 @@ def test_every_mask_trains_and_zero_advantages_do_not(tmp_path: Path, model: Pat
     for name, trained in weights.items():
         assert not _same(trained, start_weights), name
         assert name == "none" or not _same(trained, weights["none"]), name
+
+
+@pytest.mark.slow
+def test_scoring_every_token_changes_metrics_alone(
+    tmp_path: Path, model: Path, finished: tuple[Run, str]
+) -> None:
+    from safetensors.torch import load_file
+
+    run = start(tmp_path, model, ["train.mismatch=every_token"])
+    code, output = run.wait()
+    assert code == 0, output
+    for step in run.metrics("step"):
+        assert 0 < step["mismatch/engine/log_prob_max"] < 1e-4
+        parts = step["mismatch/engine/kl"] + step["mismatch/update/kl"]
+        assert parts == pytest.approx(step["mismatch/total/kl"], abs=1e-12)
+        moved = step["staleness/optimizer_steps"] > 0
+        assert (step["mismatch/update/prob_max"] > 1e-3) == moved
+    weights, others = (
+        load_file(folder / "policy" / "model.safetensors")
+        for folder in (run.run_folder, finished[0].run_folder)
+    )
+    assert _same(weights, others)
 
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

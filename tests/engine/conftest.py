@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.rl.rollout.vllm_engine import VLLMEngine, VLLMEngineConfig
-from megatron.rl.rollout.worker_handle import _group_lives
+from megatron.rl.rollout.client.vllm_engine import VLLMEngine, VLLMEngineConfig
+from megatron.rl.rollout.client.worker_handle import _group_lives
 from tests.engine.tiny_model import Tensors, build_model, checkpoint_tensors, save_checkpoint
 
 MAX_MODEL_LEN = 256

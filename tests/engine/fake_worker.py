@@ -12,11 +12,18 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megatron.rl.rollout.json_array import json_array
+from megatron.rl.rollout.messages import request_from_message, sequences_message
+from megatron.rl.rollout.rollouts import FinishedSequences, Rollouts
+from megatron.rl.rollout.topk_columns import TopKColumns
 from megatron.rl.rollout.wire import Channel, Message
-from megatron.rl.rollout.worker import _die_with_parent
+from megatron.rl.rollout.worker.process import _die_with_parent
+
+VOCAB_SIZE = 128
 
 
 def main() -> None:
@@ -56,15 +63,22 @@ def serve(behaviour: str, path: str) -> None:
     version = 0
     while True:
         message = channel.receive()
+        if message.kind == "abort":
+            continue  # came too late
         request_id = message.fields["id"]
         if message.kind == "shutdown":
             if behaviour == "ignore_shutdown":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 time.sleep(60)
             sys.exit(0)
-        if message.kind == "update_weights":
+        if message.kind == "update_bucket" and behaviour == "die_in_an_update":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if message.kind in ("init_transfer", "start_update", "update_bucket", "sleep", "wake"):
+            channel.send(Message("done", {"id": request_id}))
+        elif message.kind == "finish_update":
             version = message.fields["version"]
-            channel.send(Message("updated", {"id": request_id, "tensors": 0, "seconds": 0.0}))
+            digests = {"digests": json_array([])}
+            channel.send(Message("done", {"id": request_id}, digests))
         else:
             generate(behaviour, channel, sock, message, version)
 
@@ -92,29 +106,58 @@ def generate(
         return
     if behaviour == "other_id":
         request_id += 1
-    prompts = len(message.arrays["prompt_offsets"]) - 1
-    count = prompts * message.fields["samples_per_prompt"]
-    width = message.fields["settings"]["top_logprobs"]
+    request = request_from_message(message)
+    count = request.num_sequences
     channel.send(Message("progress", {"id": request_id, "sequences_done": 0}))
-    channel.send(
-        Message(
-            "rollouts",
-            {
-                "id": request_id,
-                "policy_version": version + (behaviour == "old_version"),
-                "generation_s": 0.0,
-            },
-            {
-                "prompt_index": np.zeros(count, dtype=np.int32),
-                "response_tokens": np.ones(count, dtype=np.int32),
-                "response_offsets": np.arange(count + 1, dtype=np.int64),
-                "log_probs": np.full(count, -1, dtype=np.float32),
-                "topk_ids": np.full((count, width), -1, dtype=np.int32),
-                "topk_log_probs": np.full((count, width), -np.inf, dtype=np.float32),
-                "finished": np.ones(count, dtype=np.bool_),
-            },
-        )
+    told = version + (behaviour == "old_version")
+
+    def send(index: list[int], **changes: Any) -> None:
+        part = sequences(np.array(index), request.settings.top_logprobs, told, **changes)
+        channel.send(sequences_message(request_id, part))
+
+    if behaviour == "die_in_the_middle":
+        send([count - 1])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "wait_for_abort":
+        send([0])
+        assert channel.receive(20).fields["request"] == request_id
+        send(list(range(1, count)), aborted=True)
+    elif behaviour == "wait_for_abort_and_die":
+        send([0])
+        assert channel.receive(20).kind == "abort"
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif behaviour == "leave_one_out":
+        send(list(range(1, count)))
+    elif behaviour == "no_such_sequence":
+        send([count])
+        send(list(range(count)))
+    elif behaviour == "other_width":
+        part = sequences(np.arange(count), request.settings.top_logprobs + 1, told)
+        channel.send(sequences_message(request_id, part))
+    else:  # in two parts, the last sequence first
+        send([count - 1])
+        send(list(range(count - 1)))
+    channel.send(Message("generated", {"id": request_id, "generation_s": 0.5}))
+
+
+def sequences(
+    index: np.ndarray, width: int, version: int, aborted: bool = False
+) -> FinishedSequences:
+    """One token a sequence: the sequence's number."""
+    count = len(index)
+    absent = np.full((count, width), -1), np.full((count, width), -np.inf)
+    rollouts = Rollouts(
+        prompt_index=np.zeros(count, dtype=np.int32),
+        response_tokens=index.astype(np.int32),
+        response_offsets=np.arange(count + 1, dtype=np.int64),
+        log_probs=np.full(count, -1, dtype=np.float32),
+        topk=TopKColumns.encode(*absent, vocab_size=VOCAB_SIZE),
+        policy_versions=np.full(count, version, dtype=np.int32),
+        finished=np.full(count, not aborted),
+        aborted=np.full(count, aborted),
+        generation_s=0.0,
     )
+    return FinishedSequences(index.astype(np.int64), rollouts)
 
 
 if __name__ == "__main__":

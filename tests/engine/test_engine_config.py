@@ -4,16 +4,21 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 
-from megatron.rl.rollout.engine_config import (
+from megatron.rl.rollout.checkpoint_index import read_checkpoint_index
+from megatron.rl.rollout.client.engine_config import (
     RESERVED_ENGINE_ARGS,
+    fp8_arguments,
     llm_arguments,
     worker_environment,
 )
+from megatron.rl.rollout.client.vllm_engine import VLLMEngine, VLLMEngineConfig
 from megatron.rl.rollout.errors import EngineConfigError
-from megatron.rl.rollout.vllm_engine import VLLMEngine, VLLMEngineConfig
 from tests.engine.conftest import cpu_config
 from tests.engine.tiny_model import VOCAB_SIZE
 
@@ -36,6 +41,29 @@ def test_a_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "training_args.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="no weights"):
         VLLMEngine(cpu_config(tmp_path))
+
+
+def test_layouts_that_cannot_be_sharded_are_refused(checkpoint):
+    with pytest.raises(EngineConfigError, match="tensor_parallel is 3"):
+        VLLMEngine(cpu_config(checkpoint.folder, engine_args={"tensor_parallel_size": 3}))
+    fp8 = {"device": "cuda", "threads": None, "quantization": "block_fp8"}
+    # Experts of 32 columns over 2 GPUs: parts of no whole block.
+    with pytest.raises(EngineConfigError, match="128"):
+        arguments = {"tensor_parallel_size": 2}
+        VLLMEngine(cpu_config(checkpoint.folder, **fp8, engine_args=arguments))
+
+
+def test_an_fp8_engine_on_a_gpu_starts_empty_with_the_layout_of_fp8(checkpoint):
+    config = VLLMEngineConfig(str(checkpoint.folder), device="cuda", quantization="block_fp8")
+    index = read_checkpoint_index(checkpoint.folder)
+    arguments = fp8_arguments(config, index)
+    assert arguments["load_format"] == "dummy"
+    quantization = arguments["hf_overrides"]["quantization_config"]
+    assert quantization["weight_block_size"] == [128, 128]
+    plain = quantization["modules_to_not_convert"]
+    assert {"lm_head", "model.layers.1.mlp.gate"} <= set(plain)
+    assert not [name for name in plain if name.endswith("_proj")]
+    assert fp8_arguments(replace(config, quantization="none"), index) == {}
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_ENGINE_ARGS))
@@ -96,7 +124,23 @@ def test_the_environment_of_a_training_rank_does_not_reach_the_engine():
     assert cpu["OMP_NUM_THREADS"] == "2" and cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
-@pytest.mark.parametrize("module", ["protocol", "vllm_engine", "worker"])
+def test_any_vllm_of_this_environment_finds_our_transports(monkeypatch):
+    """An installed entry point, which loads nothing but names until an engine asks for more."""
+    (plugin,) = (p for p in entry_points(group="vllm.general_plugins") if p.name == "megatron_rl")
+    registered = {}
+    factory = SimpleNamespace(
+        _registry={}, register_engine=lambda name, *where: registered.update({name: where})
+    )
+    module = SimpleNamespace(WeightTransferEngineFactory=factory)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", module)
+    plugin.load()()
+    assert registered["pdm_shared_memory"] == (
+        "megatron.rl.rollout.worker.weight_receiver",
+        "SharedMemoryReceiver",
+    )
+
+
+@pytest.mark.parametrize("module", ["protocol", "client.vllm_engine", "worker.process"])
 def test_importing_the_client_or_the_worker_loads_no_heavy_library(module):
     code = (
         f"import sys, megatron.rl.rollout.{module}\n"

@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 
 from megatron.rl.rollout.errors import EngineRequestError, RolloutDataError
-from megatron.rl.rollout.protocol import (
-    GenerationRequest,
-    Rollouts,
-    SamplingSettings,
-    sequence_seeds,
-)
+from megatron.rl.rollout.protocol import GenerationRequest, SamplingSettings, sequence_seeds
+from megatron.rl.rollout.rollouts import Rollouts
+from megatron.rl.rollout.topk_columns import TopKColumns
 
 
 @pytest.mark.parametrize(
@@ -41,6 +38,7 @@ def test_greedy_is_for_evaluation_only():
         {"temperature": float("inf")},
         {"temperature": 2.5},
         {"top_logprobs": -1},
+        {"topk_precision": "bfloat16"},
         {"seed": -1},
         {"seed": 2**63},
         {"stop_token_ids": (-1,)},
@@ -97,10 +95,14 @@ def good_rollouts() -> Rollouts:
         response_tokens=np.array([3, 1, 0], dtype=np.int32),
         response_offsets=np.array([0, 2, 3], dtype=np.int64),
         log_probs=np.array([-0.5, -3.0, 0.0], dtype=np.float32),
-        topk_ids=np.array([[3, 2], [0, 4], [0, -1]], dtype=np.int32),
-        topk_log_probs=np.array([[-0.5, -2.0], [-1.0, -2.0], [0.0, -np.inf]], dtype=np.float32),
+        topk=TopKColumns.encode(
+            np.array([[3, 2], [0, 4], [0, -1]]),
+            np.array([[-0.5, -2.0], [-1.0, -2.0], [0.0, -np.inf]]),
+            vocab_size=5,
+        ),
+        policy_versions=np.array([3, 3, 2], dtype=np.int32),
         finished=np.array([True, False]),
-        policy_version=3,
+        aborted=np.array([False, False]),
         generation_s=0.1,
     )
 
@@ -126,12 +128,8 @@ def changed(array: np.ndarray, index: object, value: float) -> np.ndarray:
         ("log_probs", 1, -np.inf, "no log-probs"),
         ("log_probs", 1, -9999.0, "sentinel"),
         ("log_probs", 1, 0.5, "no log-probs"),
-        ("topk_log_probs", (0, 1), np.nan, "NaN"),
-        ("topk_log_probs", (0, 1), -np.inf, "only one of"),
-        ("topk_log_probs", (0, 1), -9999.0, "sentinel"),
-        ("topk_ids", (0, 1), -1, "only one of"),
-        ("topk_ids", (0, 1), 5, "outside the vocabulary"),
-        ("topk_ids", (0, 1), -2, "outside the vocabulary"),
+        ("policy_versions", 0, -1, "negative policy versions"),
+        ("aborted", 0, True, "both finished and aborted"),
         ("response_tokens", 0, 5, "outside the vocabulary"),
         ("response_tokens", 0, -1, "outside the vocabulary"),
         ("response_offsets", 1, 4, "rise from 0"),
@@ -147,12 +145,48 @@ def test_bad_values_are_refused(field, index, value, message):
 
 
 @pytest.mark.parametrize(
+    ("array", "index", "value", "message"),
+    [
+        ("log_probs", (0, 1), np.nan, "NaN among the top-K"),
+        ("log_probs", (0, 1), -9999.0, "sentinel"),
+        ("log_probs", (0, 1), 0.5, "above 0"),
+        ("ids_low", (1, 1), 5, r"outside the vocabulary: first at index \(1, 1\)"),
+    ],
+)
+def test_bad_top_entries_are_refused(array, index, value, message):
+    rollouts = good_rollouts()
+    ids, log_probs = rollouts.topk.decode()
+    exact = TopKColumns.encode(ids, log_probs, vocab_size=5, precision="float32")
+    topk = replace(exact, **{array: changed(getattr(exact, array), index, value)})
+    with pytest.raises(RolloutDataError, match=message):
+        replace(rollouts, topk=topk).validate(vocab_size=5)
+
+
+def test_rollouts_as_arrays_and_back():
+    rollouts = good_rollouts()
+    arrays = rollouts.arrays()
+    again = Rollouts.from_arrays(arrays, rollouts.generation_s)
+    assert again.arrays().keys() == arrays.keys() and again.generation_s == rollouts.generation_s
+    for name, array in again.arrays().items():
+        np.testing.assert_array_equal(array, arrays[name])
+    for wrong in ({**arrays, "rewards": arrays["log_probs"]}, dict(list(arrays.items())[:-1])):
+        with pytest.raises(RolloutDataError, match="no rollouts"):
+            Rollouts.from_arrays(wrong, 0.0)
+
+
+def test_the_policy_version_is_the_newest():
+    assert good_rollouts().policy_version == 3
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("log_probs", np.zeros(2, dtype=np.float32)),
         ("log_probs", np.zeros(3, dtype=np.float64)),
-        ("topk_ids", np.zeros((3, 1), dtype=np.int32)),
-        ("topk_log_probs", np.zeros((2, 2), dtype=np.float32)),
+        ("topk", good_rollouts().topk.take([0, 1])),
+        ("policy_versions", np.zeros(2, dtype=np.int32)),
+        ("policy_versions", np.zeros(3, dtype=np.int64)),
+        ("aborted", np.array([True])),
         ("finished", np.array([True])),
         ("prompt_index", np.zeros(3, dtype=np.int32)),
     ],

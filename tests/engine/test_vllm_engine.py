@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.transport_decisions import count_changes, pooled, recorded_tokens
 from megatron.rl.rollout.errors import EngineDied, EngineRequestError, WeightNamesError
-from megatron.rl.rollout.protocol import GenerationRequest, Rollouts, SamplingSettings
+from megatron.rl.rollout.json_array import json_array
+from megatron.rl.rollout.protocol import GenerationRequest, SamplingSettings
+from megatron.rl.rollout.resume import merge_resumed, resume_request
+from megatron.rl.rollout.rollouts import FinishedSequences, Rollouts
+from megatron.rl.rollout.topk_columns import TopKColumns
 from tests.engine.conftest import cpu_config, group_is_gone, run_engine
 from tests.engine.tiny_model import VOCAB_SIZE, perturbed, save_checkpoint
 
 K = 20
 TOLERANCE = 1e-4
-SETTINGS = SamplingSettings(max_tokens=12, top_logprobs=K, seed=11)
+SETTINGS = SamplingSettings(max_tokens=12, top_logprobs=K, topk_precision="float32", seed=11)
 # One prompt is longer than a block of the KV cache (128 tokens), so that it can be cached.
 PROMPTS = [[5, 6, 7], [9], list(range(100, 20, -1)) * 2, [40, 41, 42, 43, 44]]
-ARRAYS = ("response_tokens", "response_offsets", "log_probs", "topk_ids", "topk_log_probs")
 
 
 def make_request(settings: SamplingSettings = SETTINGS, samples: int = 4) -> GenerationRequest:
@@ -31,9 +35,9 @@ def make_request(settings: SamplingSettings = SETTINGS, samples: int = 4) -> Gen
 
 def assert_identical(got: Rollouts, expected: Rollouts) -> None:
     """Bit for bit: tokens, every log-prob, every top-K entry."""
-    for name in (*ARRAYS, "prompt_index", "finished"):
-        left, right = getattr(got, name), getattr(expected, name)
-        assert left.tobytes() == right.tobytes(), f"{name} differs"
+    left, right = got.arrays(), expected.arrays()
+    for name in left.keys() - {"policy_versions"}:
+        assert left[name].tobytes() == right[name].tobytes(), f"{name} differs"
 
 
 @torch.no_grad()
@@ -54,15 +58,16 @@ def test_log_probs_are_those_of_transformers_at_this_temperature(
 ):
     request = make_request(replace(SETTINGS, temperature=temperature))
     rollouts = moe_engine.engine.generate(request)
-    assert rollouts.topk_ids.shape == (rollouts.num_tokens, K)
+    topk_ids, topk_log_probs = rollouts.topk.decode()
+    assert topk_ids.shape == (rollouts.num_tokens, K)
     np.testing.assert_array_equal(rollouts.prompt_index, np.repeat(np.arange(4), 4))
     outside = 0
     for index in range(rollouts.num_sequences):
         exact = reference_log_probs(checkpoint.model, request, rollouts, index)
         rows = slice(rollouts.response_offsets[index], rollouts.response_offsets[index + 1])
         sampled = torch.from_numpy(rollouts.response(index).astype(np.int64))[:, None]
-        ids = torch.from_numpy(rollouts.topk_ids[rows].astype(np.int64))
-        got = torch.from_numpy(rollouts.topk_log_probs[rows]).double()
+        ids = torch.from_numpy(topk_ids[rows].astype(np.int64))
+        got = torch.from_numpy(topk_log_probs[rows]).double()
         log_probs = torch.from_numpy(rollouts.log_probs[rows]).double()
         assert (log_probs - exact.gather(1, sampled)[:, 0]).abs().max() < TOLERANCE
         assert (got - exact.gather(1, ids)).abs().max() < TOLERANCE
@@ -81,7 +86,7 @@ def test_samples_follow_the_distribution(moe_engine, checkpoint):
     settings = SamplingSettings(max_tokens=1, top_logprobs=0, seed=2, temperature=0.7)
     request = GenerationRequest.from_lists([[5, 6, 7]], 2000, settings)
     rollouts = moe_engine.engine.generate(request)
-    assert rollouts.topk_ids.shape == (2000, 0)
+    assert (len(rollouts.topk), rollouts.topk.k) == (2000, 0)
     exact = reference_log_probs(checkpoint.model, request, rollouts, 0)[0].exp().numpy()
     counts = np.bincount(rollouts.response_tokens, minlength=VOCAB_SIZE)
     chi_square = ((counts - 2000 * exact) ** 2 / (2000 * exact)).sum()
@@ -128,12 +133,83 @@ def test_nothing_but_stop_tokens_ends_a_response(moe_engine):
 def test_evaluation_may_cut_the_support_and_absent_entries_are_marked(moe_engine):
     settings = SamplingSettings(max_tokens=4, top_k=3, top_logprobs=5, training=False, seed=1)
     rollouts = moe_engine.engine.generate(make_request(settings))
-    assert (rollouts.topk_ids[:, 3:] == -1).all() and (rollouts.topk_ids[:, :3] >= 0).all()
-    assert np.isneginf(rollouts.topk_log_probs[:, 3:]).all()
-    np.testing.assert_allclose(np.exp(rollouts.topk_log_probs[:, :3]).sum(1), 1, atol=1e-5)
+    ids, log_probs = rollouts.topk.decode()
+    assert (ids[:, 3:] == -1).all() and (ids[:, :3] >= 0).all()
+    assert np.isneginf(log_probs[:, 3:]).all()
+    np.testing.assert_allclose(np.exp(log_probs[:, :3]).sum(1), 1, atol=1e-4)
     greedy = replace(settings, temperature=0.0, top_k=0)
     rollouts = moe_engine.engine.generate(make_request(greedy))
-    np.testing.assert_array_equal(rollouts.response_tokens, rollouts.topk_ids[:, 0])
+    np.testing.assert_array_equal(rollouts.response_tokens, rollouts.topk.decode()[0][:, 0])
+
+
+def test_compact_log_probs_are_the_engine_s_rounded_once(moe_engine):
+    exact = moe_engine.engine.generate(make_request())
+    compact = moe_engine.engine.generate(make_request(replace(SETTINGS, topk_precision="fp24")))
+    ids, log_probs = exact.topk.decode()
+    rounded = TopKColumns.encode(ids, log_probs, VOCAB_SIZE)
+    assert compact.topk.log_probs.tobytes() == rounded.log_probs.tobytes()
+    np.testing.assert_array_equal(compact.topk.decode()[0], ids)
+    assert compact.log_probs.tobytes() == exact.log_probs.tobytes(), "the sampled one is exact"
+
+
+def test_mask_decisions_on_recorded_rollouts_survive_storing(moe_engine, checkpoint):
+    request = make_request(replace(SETTINGS, max_tokens=60), samples=16)
+    rollouts = moe_engine.engine.generate(request)
+    policy = type(checkpoint.model)(checkpoint.model.config).float().eval()
+    policy.load_state_dict(perturbed(checkpoint.model.state_dict(), seed=3))
+    counts = count_changes(recorded_tokens(policy, request, rollouts, seed=0))
+    assert min(count.outside for count in counts.values()) > 200
+    assert pooled(counts).share <= 1e-4
+
+
+# Responses of many lengths, the last after about a second.
+LONG = replace(SETTINGS, max_tokens=90, stop_token_ids=tuple(range(0, VOCAB_SIZE, 64)))
+
+
+def test_finished_sequences_arrive_while_others_run(moe_engine):
+    request = make_request(LONG, samples=40)
+    whole = moe_engine.engine.generate(request)
+    parts: list[FinishedSequences] = []
+    streamed = moe_engine.engine.generate(request, parts.append)
+    assert_identical(streamed, whole)
+    assert len(parts) > 1, "all of it came at once"
+    index = np.concatenate([part.index for part in parts])
+    assert sorted(index) == list(range(request.num_sequences))
+    for part in parts:
+        assert_identical(part.rollouts, whole.select(part.index))
+    first = parts[0].rollouts.lengths
+    assert first.mean() < whole.lengths.mean(), "the short ones come first"
+
+
+def test_aborted_rollouts_are_resumed_with_new_weights(moe_engine, fresh_engine, new_tensors):
+    """Each token's version, and the new part's log-probs, by an engine that never had the old."""
+    engine = moe_engine.engine
+    request = make_request(LONG, samples=40)
+    whole = engine.generate(request)
+    partial = engine.generate(request, lambda part: engine.abort())
+    assert partial.aborted.any() and partial.finished.any()
+    assert not (partial.aborted & partial.finished).any()
+    for index in range(partial.num_sequences):
+        kept = partial.lengths[index]
+        np.testing.assert_array_equal(partial.response(index), whole.response(index)[:kept])
+        assert partial.aborted[index] or kept == whole.lengths[index]
+    assert_identical(engine.generate(request), whole)
+
+    engine.update_weights(new_tensors, 6)
+    follow_up = resume_request(request, partial)
+    resumed = engine.generate(follow_up)
+    assert_identical(resumed, fresh_engine.engine.generate(follow_up))
+    merged = merge_resumed(partial, resumed)
+    assert merged.aborted.sum() == 0 and merged.policy_version == 6
+    assert (merged.lengths <= LONG.max_tokens).all()
+    for index in range(partial.num_sequences):
+        rows = slice(*merged.response_offsets[index : index + 2])
+        kept = partial.lengths[index]
+        versions = merged.policy_versions[rows]
+        np.testing.assert_array_equal(versions, [0] * kept + [6] * (len(versions) - kept))
+        ended = merged.finished[index]
+        assert ended or len(versions) == LONG.max_tokens
+        assert np.isin(merged.response(index)[-1], LONG.stop_token_ids) == ended
 
 
 def test_what_vllm_itself_refuses_leaves_the_engine_as_it_was(moe_engine):
@@ -141,9 +217,9 @@ def test_what_vllm_itself_refuses_leaves_the_engine_as_it_was(moe_engine):
     start, pid = engine.generate(make_request()), engine.pid
     request = make_request()
     # Too long for the engine, past the client's own check of that.
-    longer = replace(engine._config, max_model_len=400)
+    longer = replace(engine._limits, max_model_len=400)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_config", longer)
+        patch.setattr(engine, "_limits", longer)
         prompts = [*PROMPTS, [5] * 300]
         with pytest.raises(EngineRequestError, match="vLLM refuses the request"):
             engine.generate(GenerationRequest.from_lists(prompts, 2, SETTINGS))
@@ -219,17 +295,13 @@ def test_wrong_names_are_refused_and_change_nothing(moe_engine, checkpoint, new_
         assert again.policy_version == 0
 
 
-def test_the_worker_checks_names_for_itself(moe_engine, checkpoint, new_tensors, tmp_path):
-    """The second line: a file that did not come from this client's checks."""
-    from safetensors.torch import save_file
-
+def test_the_worker_checks_names_for_itself(moe_engine, new_tensors):
+    """The second line: an update that did not come from this client's checks."""
     engine = moe_engine.engine
     start = engine.generate(make_request())
-    partial = dict(list(new_tensors.items())[:-1])
-    save_file(partial, tmp_path / "partial.safetensors")
-    fields = {"path": str(tmp_path / "partial.safetensors"), "version": 9}
+    names = json_array(list(new_tensors)[:-1])
     with pytest.raises(WeightNamesError, match="missing"):
-        engine._handle.call("update_weights", fields, {}, 60)
+        engine._handle.call("start_update", {}, {"names": names}, 60)
     assert_identical(engine.generate(make_request()), start)
 
 
@@ -259,7 +331,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from megatron.rl.rollout.protocol import GenerationRequest, SamplingSettings
-from megatron.rl.rollout.vllm_engine import VLLMEngine
+from megatron.rl.rollout.client.vllm_engine import VLLMEngine
 from tests.engine.conftest import cpu_config
 from tests.engine.tiny_model import build_model, checkpoint_tensors
 

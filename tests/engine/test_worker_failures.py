@@ -7,8 +7,11 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron.rl.rollout.client.vllm_engine import VLLMEngine
+from megatron.rl.rollout.client.worker_handle import last_error_line
 from megatron.rl.rollout.errors import (
     EngineConfigError,
     EngineDied,
@@ -19,8 +22,7 @@ from megatron.rl.rollout.errors import (
     RolloutDataError,
 )
 from megatron.rl.rollout.protocol import GenerationRequest, SamplingSettings
-from megatron.rl.rollout.vllm_engine import VLLMEngine
-from megatron.rl.rollout.worker_handle import last_error_line
+from megatron.rl.rollout.rollouts import FinishedSequences
 from tests.engine.conftest import cpu_config, group_is_gone
 
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
@@ -172,14 +174,103 @@ def test_a_refusal_keeps_its_type_and_the_process(make_engine):
     assert engine.pid == pid and engine.restarts == 0
 
 
+@pytest.mark.parametrize("callback", [False, True])
+def test_parts_are_put_in_order_and_delivered_as_they_come(make_engine, callback):
+    parts: list[list[int]] = []
+    on_finished = (lambda part: parts.append(part.index.tolist())) if callback else None
+    rollouts = make_engine("good").generate(REQUEST, on_finished)
+    np.testing.assert_array_equal(rollouts.response_tokens, [0, 1, 2])
+    assert rollouts.generation_s == 0.5
+    assert parts == ([[2], [0, 1]] if callback else [])
+
+
+def test_a_death_in_the_middle_delivers_no_sequence_twice(make_engine):
+    engine = make_engine("die_in_the_middle,good")
+    parts: list[list[int]] = []
+    rollouts = engine.generate(REQUEST, lambda part: parts.append(part.index.tolist()))
+    assert engine.restarts == 1
+    assert parts == [[2], [0, 1]]
+    np.testing.assert_array_equal(rollouts.response_tokens, [0, 1, 2])
+
+
+def test_an_abort_from_the_callback_returns_what_there_is(make_engine):
+    engine = make_engine("wait_for_abort")
+    parts: list[list[int]] = []
+
+    def abort(part: FinishedSequences) -> None:
+        parts.append(part.index.tolist())
+        engine.abort()
+
+    started = time.monotonic()
+    rollouts = engine.generate(REQUEST, abort)
+    assert time.monotonic() - started < 15
+    assert parts == [[0]], "what did not end is not delivered as if it had"
+    assert rollouts.aborted.tolist() == [False, True, True]
+    assert rollouts.finished.tolist() == [True, False, False]
+    assert engine.generate(REQUEST, abort).num_sequences == 3, "the engine stays usable"
+    assert engine.restarts == 0
+
+
+def test_an_abort_from_another_thread(make_engine):
+    engine = make_engine("wait_for_abort")
+    engine.abort()  # nothing runs: no effect, now or later
+    seen = threading.Event()
+
+    def abort() -> None:
+        seen.wait(20)
+        engine.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    rollouts = engine.generate(REQUEST, lambda part: seen.set())
+    thread.join()
+    assert rollouts.aborted.tolist() == [False, True, True]
+
+
+def test_a_process_that_dies_of_an_abort_is_not_asked_again(make_engine):
+    engine = make_engine("wait_for_abort_and_die,good")
+    rollouts = engine.generate(REQUEST, lambda part: engine.abort())
+    assert rollouts.aborted.tolist() == [False, True, True]
+    assert rollouts.lengths.tolist() == [1, 0, 0]
+    assert engine.restarts == 1
+    assert not engine.generate(REQUEST).aborted.any()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("leave_one_out", "left out 1 of 3"),
+        ("no_such_sequence", "of 3"),
+        ("other_width", "top 5"),
+    ],
+)
+def test_answers_to_something_else_are_refused(make_engine, behaviour, message):
+    engine = make_engine(behaviour)
+    for _ in range(2):  # the process has finished its answer, and can be asked again
+        with pytest.raises(EngineError, match=message):
+            engine.generate(REQUEST)
+    assert engine.restarts == 0
+
+
+def test_a_callback_cannot_use_the_engine(make_engine, checkpoint):
+    engine = make_engine("good")
+    for call in (
+        lambda part: engine.generate(REQUEST),
+        lambda part: engine.update_weights(checkpoint.tensors, 1),
+    ):
+        with pytest.raises(EngineError, match="callback"):
+            engine.generate(REQUEST, call)
+    assert engine.generate(REQUEST).num_sequences == 3
+
+
 def test_rollouts_of_another_version_are_refused(make_engine):
     with pytest.raises(EngineError, match="version"):
         make_engine("old_version").generate(REQUEST)
 
 
 def test_a_worker_that_ignores_everything_is_killed_on_close(make_engine, monkeypatch):
-    monkeypatch.setattr("megatron.rl.rollout.worker_handle._POLITE_EXIT_S", 0.2)
-    monkeypatch.setattr("megatron.rl.rollout.worker_handle._TERMINATE_S", 0.2)
+    monkeypatch.setattr("megatron.rl.rollout.client.worker_handle._POLITE_EXIT_S", 0.2)
+    monkeypatch.setattr("megatron.rl.rollout.client.worker_handle._TERMINATE_S", 0.2)
     engine = make_engine("ignore_shutdown")
     engine.generate(REQUEST)
     pid = engine.pid

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Qwen3-MoE as a Hugging Face folder, small enough to start an engine in seconds.
+"""Tiny random models as Hugging Face folders, small enough to start an engine in seconds.
 
 The sizes are the smallest that vLLM's CPU kernels take: head_dim 32, expert sizes divisible by 32.
 """
@@ -43,6 +43,29 @@ def build_model(seed: int = 0) -> torch.nn.Module:
     return Qwen3MoeForCausalLM(config).float().eval()
 
 
+def build_dense_model(seed: int = 0, num_key_value_heads: int = 2) -> torch.nn.Module:
+    """A tiny dense Qwen3 in float32 with a tied head, wide enough for whole blocks of 128."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE + 2,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=32,
+        intermediate_size=160,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+        initializer_range=0.1,
+        eos_token_id=1,
+        bos_token_id=0,
+    )
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(config).float().eval()
+
+
 def checkpoint_tensors(model: torch.nn.Module) -> Tensors:
     """The model's weights under the names of Hugging Face checkpoints: one tensor per expert.
 
@@ -59,19 +82,19 @@ def checkpoint_tensors(model: torch.nn.Module) -> Tensors:
         elif leaf == "down_proj" and value.dim() == 3:
             for expert in range(value.shape[0]):
                 tensors[f"{stem}.{expert}.down_proj.weight"] = value[expert].clone()
-        else:
+        elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
             tensors[name] = value.clone()
     return tensors
 
 
-def save_checkpoint(model: torch.nn.Module, folder: Path) -> Path:
-    """Write config.json and one safetensors file."""
+def save_checkpoint(model: torch.nn.Module, folder: Path, tensors: Tensors | None = None) -> Path:
+    """Write config.json and one safetensors file, of other tensors than the model's if given."""
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config.to_dict()
-    config["architectures"] = ["Qwen3MoeForCausalLM"]
+    config["architectures"] = [type(model).__name__]
     config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(checkpoint_tensors(model), folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors or checkpoint_tensors(model), folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -60,6 +60,7 @@ class Outcome:
 def make_sequences(vocab_size: int, seed: int = 0):  # type: ignore[no-untyped-def]
     """Ragged prompts and responses, with behavior log-probs of a random distribution."""
     from megatron.rl.batch import Sequences
+    from megatron.rl.rollout.topk_columns import TopKColumns
 
     rng = np.random.default_rng(seed)
     prompts, responses = [3, 1, 5, 2, 4, 3, 2, 6], [4, 9, 1, 6, 12, 3, 5, 2]
@@ -72,6 +73,7 @@ def make_sequences(vocab_size: int, seed: int = 0):  # type: ignore[no-untyped-d
     inside = rng.random(total) < 0.5
     response_tokens[inside] = top[inside, 1]
     return Sequences(
+        number=np.arange(count),
         prompt_tokens=rng.integers(0, vocab_size, sum(prompts)).astype(np.int32),
         prompt_offsets=np.cumsum([0, *prompts]),
         response_tokens=response_tokens,
@@ -79,8 +81,8 @@ def make_sequences(vocab_size: int, seed: int = 0):  # type: ignore[no-untyped-d
         group=np.arange(count) // 2,
         advantages=rng.normal(size=count).astype(np.float32),
         log_probs=log_mu[np.arange(total), response_tokens].astype(np.float32),
-        topk_ids=top.astype(np.int32),
-        topk_log_probs=np.take_along_axis(log_mu, top, -1).astype(np.float32),
+        topk=TopKColumns.encode(top, np.take_along_axis(log_mu, top, -1), vocab_size, "float32"),
+        policy_versions=np.zeros(total, dtype=np.int32),
     )
 
 
@@ -108,14 +110,15 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
         finalize_model_grads,
     )
 
-    from megatron.rl.batch import pack, plan_micro_batches
+    from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
     from megatron.rl.model.architecture import read_architecture
-    from megatron.rl.model.build import BuildOptions, build_model
+    from megatron.rl.model.build import BuildOptions, build_model, parameter_naming
     from megatron.rl.parallel import ParallelConfig, build_groups, context_shard
     from megatron.rl.policy.head import FusedHead, ReferenceHead
     from megatron.rl.policy.step import forward_backward
     from megatron.rl.weights.gather import gather_hf_tensors
     from megatron.rl.weights.load import load_hf_checkpoint
+    from megatron.rl.weights.plan import plan_weights
 
     layout = ParallelConfig(
         tensor=case.tensor,
@@ -133,7 +136,8 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
     chunks = build_model(
         architecture, layout, BuildOptions(transformer=RECOMPUTE if case.recompute else {})
     )
-    load_hf_checkpoint(chunks, architecture, case.model_path)
+    weight_plan = plan_weights(architecture, layout, parameter_naming())
+    load_hf_checkpoint(chunks, weight_plan, case.model_path, rank=rank)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False)
     wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
@@ -155,7 +159,7 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
         pack(
             sequences,
             members,
-            minibatch=everyone,
+            minibatch=MinibatchSize.of(sequences.response_lengths),
             loss=case.loss,
             pad_multiple=layout.tensor if layout.sequence_parallel else 1,
             device=torch.device("cpu"),
@@ -171,10 +175,10 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
     gradients = {
         name: tensor.clone()
         for name, tensor in gather_hf_tensors(
-            chunks, architecture, value=lambda parameter: parameter.main_grad
+            chunks, weight_plan, value=lambda parameter: parameter.main_grad
         )
     }
-    weights = {name: tensor.clone() for name, tensor in gather_hf_tensors(chunks, architecture)}
+    weights = {name: tensor.clone() for name, tensor in gather_hf_tensors(chunks, weight_plan)}
     tokens = _collect_tokens(batches, records, sequences)
     if rank != 0:
         return None
@@ -188,7 +192,7 @@ def _reordered(sequences, order):  # type: ignore[no-untyped-def]
         np.concatenate([np.arange(*offsets[b : b + 2]) for b in order])
         for offsets in (sequences.prompt_offsets, sequences.response_offsets)
     )
-    per_token = ("response_tokens", "log_probs", "topk_ids", "topk_log_probs")
+    per_token = ("response_tokens", "log_probs", "policy_versions")
     return dataclasses.replace(
         sequences,
         prompt_tokens=sequences.prompt_tokens[prompts],
@@ -196,6 +200,7 @@ def _reordered(sequences, order):  # type: ignore[no-untyped-def]
         response_offsets=np.cumsum([0, *sequences.response_lengths[order]]),
         group=sequences.group[order],
         advantages=sequences.advantages[order],
+        topk=sequences.topk.take(responses),
         **{name: getattr(sequences, name)[responses] for name in per_token},
     ), responses
 
@@ -263,11 +268,10 @@ def float64_oracle(model_path: str | Path, loss: PolicyLossConfig) -> Outcome:
 
 
 def _oracle_mask(sequences, token_index, token, log_pi, b, loss):  # type: ignore[no-untyped-def]
+    ids, log_probs = sequences.topk.decode([token_index])
     mu = {
         int(i): float(np.exp(np.float64(value)))
-        for i, value in zip(
-            sequences.topk_ids[token_index], sequences.topk_log_probs[token_index], strict=True
-        )
+        for i, value in zip(ids[0], log_probs[0], strict=True)
     }
     mu[token] = float(np.exp(np.float64(sequences.log_probs[token_index])))
     pi = {i: float(log_pi[i].exp()) for i in mu}

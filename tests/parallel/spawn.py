@@ -29,12 +29,15 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    start_processes: bool = False,
 ) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` on ``world_size`` fresh processes.
 
     Each has the default process group initialised (gloo, loopback, a file as the store) and one
     torch thread. ``function`` and ``args`` must be picklable, so the function is one at the top
     of a module; what it returns goes through ``torch.save``. Returns the results by rank.
+    ``start_processes``: they may start processes through ``multiprocessing`` themselves, as
+    Megatron's checkpoint writer does; these outlive a rank that has to be killed.
 
     Raises ``RuntimeError`` with the traceback of the rank that failed first, or ``TimeoutError``
     when they take longer than ``timeout_s``. No process outlives the call.
@@ -47,7 +50,7 @@ def run_ranks(
                 target=_run_rank,
                 args=(rank, world_size, folder, timeout_s, function, args),
                 name=f"rank {rank} of {world_size}",
-                daemon=True,
+                daemon=not start_processes,
             )
             for rank in range(world_size)
         ]

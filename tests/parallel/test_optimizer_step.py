@@ -49,7 +49,7 @@ def take_steps(
 def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torch.Tensor]]:
     from megatron.core import parallel_state
 
-    from megatron.rl.batch import pack, plan_micro_batches
+    from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
     from megatron.rl.model.architecture import read_architecture
     from megatron.rl.model.build import BuildOptions
     from megatron.rl.parallel import ParallelConfig, build_groups, context_shard
@@ -67,7 +67,10 @@ def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torc
         schedule="constant",
         weight_decay=0.0,
         clip_grad=CLIP_GRAD,
-        ddp={"overlap_grad_reduce": layout.keys() & {"data", "virtual"} != set()},
+        ddp={
+            "overlap_grad_reduce": layout.keys() & {"data", "virtual"} != set(),
+            "overlap_param_gather": "data" in layout,
+        },
         optimizer={"adam_eps": ADAM_EPS},
     )
     head = FusedHead(LOSS, architecture.vocab_size, TEMPERATURE)
@@ -85,7 +88,7 @@ def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torc
         pack(
             sequences,
             members,
-            minibatch=everyone,
+            minibatch=MinibatchSize.of(sequences.response_lengths),
             loss=LOSS,
             pad_multiple=parallel.tensor,
             device=torch.device("cpu"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pdm import SequenceMaskConfig
-from tests.checkpoints import QWEN3, QWEN3_MOE, write_checkpoint
+from tests.checkpoints import LLAMA, QWEN3, QWEN3_MOE, write_checkpoint
 from tests.parallel.policy_case import LOSS, Case, Outcome, float64_oracle, run_cases
 from tests.parallel.spawn import run_ranks
 
@@ -63,6 +63,9 @@ TWO_RANKS: list[tuple[str, dict[str, Any]]] = [
     ("moe", {"context": 2, "expert": 2}),
     ("dense4", VIRTUAL),
     ("moe3", {"pipeline": 2, "last_stage_layers": 1}),
+    ("llama", {"tensor": 2}),
+    # Fewer key-value heads than ranks: Megatron cuts inside a group of q, k and v.
+    ("one_group", {"tensor": 2}),
 ]
 SEQUENCE_MASK = ("dense", {"context": 2, "loss": SEQUENCE_LOSS})
 FOUR_RANKS: list[tuple[str, dict[str, Any]]] = [
@@ -78,13 +81,22 @@ FOUR_RANKS: list[tuple[str, dict[str, Any]]] = [
     ("moe4", VIRTUAL | {"context": 2, "expert": 2}),
     ("tied4", VIRTUAL | {"tensor": 2}),
     ("dense8", VIRTUAL | {"pipeline": 4}),
+    ("dense", {"tensor": 4}),
+    ("llama", {"tensor": 4}),
+    ("moe", {"tensor": 4, "expert": 4}),
 ]
 EIGHT_RANKS: list[tuple[str, dict[str, Any]]] = [
     ("moe", {"tensor": 2, "pipeline": 2, "context": 2, "expert": 4}),
     ("moe", {"tensor": 2, "pipeline": 2, "data": 2, "expert": 2}),
     ("moe4", VIRTUAL | {"tensor": 2, "data": 2, "expert": 2}),
 ]
-BASES = {"dense": QWEN3, "moe": QWEN3_MOE, "tied": QWEN3 | {"tie_word_embeddings": True}}
+BASES = {
+    "dense": QWEN3,
+    "moe": QWEN3_MOE,
+    "tied": QWEN3 | {"tie_word_embeddings": True},
+    "llama": LLAMA,
+    "one_group": QWEN3 | {"num_key_value_heads": 1},
+}
 # A number behind the name is the model's number of layers.
 CONFIGS = BASES | {
     f"{name}{layers}": BASES[name] | {"num_hidden_layers": layers}

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing: which position predicts which token, and who trains on what."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
-from megatron.rl.batch import Sequences, minibatches, pack, plan_micro_batches
+from megatron.rl.batch import MinibatchSize, Sequences, minibatches, pack, plan_micro_batches
 from megatron.rl.context_parallel import ContextShard, held_positions, order_of_gathered
+from megatron.rl.rollout.topk_columns import TopKColumns
 from pdm import PolicyLossConfig
 
 TOP_K = 2
@@ -19,6 +18,7 @@ def two_sequences() -> Sequences:
     tokens = np.array([12, 13, 14, 21], dtype=np.int32)
     log_probs = np.log(np.array([0.5, 0.4, 0.3, 0.2], dtype=np.float32))
     return Sequences(
+        number=np.array([4, 9]),
         prompt_tokens=np.array([10, 11, 20], dtype=np.int32),
         prompt_offsets=np.array([0, 2, 3]),
         response_tokens=tokens,
@@ -26,8 +26,12 @@ def two_sequences() -> Sequences:
         group=np.array([7, 8]),
         advantages=np.array([0.5, -1.0], dtype=np.float32),
         log_probs=log_probs,
-        topk_ids=np.stack([tokens, tokens + 1], axis=1).astype(np.int32),
-        topk_log_probs=np.stack([log_probs, log_probs - 1], axis=1),
+        topk=TopKColumns.encode(
+            np.stack([tokens, tokens + 1], axis=1),
+            np.stack([log_probs, log_probs - 1], axis=1),
+            vocab_size=100,
+        ),
+        policy_versions=np.zeros(4, dtype=np.int32),
     )
 
 
@@ -40,7 +44,7 @@ def pack_all(  # type: ignore[no-untyped-def]
     return pack(
         two_sequences(),
         np.array(members, dtype=np.int64),
-        minibatch=np.array([0, 1]),
+        minibatch=MinibatchSize(tokens=4, sequences=2),
         loss=PolicyLossConfig(aggregation=aggregation),  # type: ignore[arg-type]
         pad_multiple=pad_multiple,
         device=torch.device("cpu"),
@@ -58,7 +62,7 @@ def test_a_token_is_predicted_at_the_position_before_it() -> None:
     assert batch.support.sampled.tolist() == [12, 13, 14, 21]
     assert batch.support.sampled_log_probs.exp().tolist() == pytest.approx([0.5, 0.4, 0.3, 0.2])
     assert batch.advantages.tolist() == [0.5, 0.5, 0.5, -1.0]
-    assert batch.sequence.tolist() == [0, 0, 0, 1]
+    assert batch.sequence.tolist() == [4, 4, 4, 9]
 
 
 def test_padding_is_a_sequence_of_its_own_without_rows() -> None:
@@ -83,13 +87,11 @@ def test_sequence_mean_weights_do_not_depend_on_the_split() -> None:
 
 
 def test_minibatches_keep_groups_whole_and_use_every_sequence_once() -> None:
-    sequences = two_sequences()
     group = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 3))
-    sequences = dataclasses.replace(sequences, group=group)
-    batches = list(minibatches(sequences, 4, np.random.default_rng(1)))
+    batches = list(minibatches(group, 4, np.random.default_rng(1)))
     assert [len(members) for members in batches] == [12, 12, 6]
     assert sorted(np.concatenate(batches).tolist()) == list(range(30))
-    seen = [set(sequences.group[members]) for members in batches]
+    seen = [set(group[members]) for members in batches]
     assert not seen[0] & seen[1] and not seen[1] & seen[2]
 
 
@@ -111,6 +113,14 @@ def test_micro_batches_cover_the_members_once_and_fit(data_parallel: int) -> Non
 def test_a_sequence_longer_than_the_limit_has_a_micro_batch_of_its_own() -> None:
     plan = plan_micro_batches(np.array([100, 5, 5]), np.arange(3), data_parallel=1, max_tokens=10)
     assert [batch.tolist() for batch in plan[0]] == [[0], [1, 2]]
+
+
+def test_sequences_stay_on_the_rank_that_has_them() -> None:
+    lengths, replica = np.array([5, 6, 7, 8]), np.array([1, 1, 0, 1])
+    plan = plan_micro_batches(
+        lengths, np.arange(4), data_parallel=2, max_tokens=15, replica=replica
+    )
+    assert [[batch.tolist() for batch in rank] for rank in plan] == [[[2], []], [[1, 3], [0]]]
 
 
 def test_fewer_sequences_than_ranks_leave_empty_micro_batches() -> None:

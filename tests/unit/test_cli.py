@@ -67,6 +67,12 @@ def test_no_such_config(capsys: pytest.CaptureFixture[str]) -> None:
         ("rollout.max_response_tokens=100000", ["100064", "128 positions"]),
         ("task.name=unheard_of", ["task.name", "unheard_of"]),
         ("rollout.engine_args={max_logprobs: 5}", ["max_logprobs"]),
+        ("rollout.engines_per_node=2", ["engines_per_node is 2", "expected 1 to 1"]),
+        (
+            "rollout={engine: replay, replay_from: nowhere, max_prompt_tokens: 64, "
+            "max_response_tokens: 16}",
+            ["no rollout records in nowhere"],
+        ),
     ],
 )
 def test_bad_settings(
@@ -98,10 +104,10 @@ def test_a_model_folder_without_weights(
 def test_a_model_of_another_kind(
     capsys: pytest.CaptureFixture[str], config_file: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "llama"
+    other = tmp_path / "gpt2"
     other.mkdir()
-    (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "model_type is 'llama'" in refused(
+    (other / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert "model_type is 'gpt2'" in refused(
         capsys, str(config_file), "--set", f"model.path={other}"
     )
 
@@ -113,3 +119,15 @@ def test_dry_run_prints_config_and_processes(
     printed = capsys.readouterr().out
     assert "direction: uniform" in printed
     assert "2 trainer ranks on cpu: tensor 2" in printed
+
+
+def test_dry_run_prints_the_engines_and_their_prompts(
+    capsys: pytest.CaptureFixture[str], config_file: Path
+) -> None:
+    settings = ["parallel.data=3", "rollout.engines_per_node=3", "rollout.prompts=64"]
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    assert main(["train", str(config_file), "--dry-run", *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    places = ["prompts 0 to 20 of", "prompts 21 to 41 of", "prompts 42 to 63 of"]
+    for number, (line, place) in enumerate(zip(lines, places, strict=True)):
+        assert f"engine {number}: node 0, owned by rank {number}" in line and place in line

@@ -32,7 +32,13 @@ PDM_LAYERS = {
 BELOW_ITS_FOLDER = {"pdm.vocab_parallel": 0}
 
 # Where the rollout engine's process enters. It may run under a Python without Megatron-Core.
-WORKER_ENTRIES = ("megatron.rl.rollout.worker", "megatron.rl.rollout.worker_extension")
+# vLLM loads the receivers by name, from vllm_plugin.py.
+WORKER_ENTRIES = (
+    "megatron.rl.rollout.worker.process",
+    "megatron.rl.rollout.worker.worker_extension",
+    "megatron.rl.rollout.worker.weight_receiver",
+    "megatron.rl.rollout.worker.gpu_receivers",
+)
 
 
 @dataclass(frozen=True)
@@ -222,11 +228,11 @@ def test_the_engine_process_needs_no_megatron_core() -> None:
     ("source", "expected"),
     [
         ("import vllm.inputs as x", [("vllm.inputs", True)]),
-        ("from . import worker", [("megatron.rl.rollout.worker", True)]),
+        ("from . import wire", [("megatron.rl.rollout.wire", True)]),
         ("from ..config import Config", [("megatron.rl.config", True)]),
         (
-            "from megatron.rl.rollout import worker, other",
-            [("megatron.rl.rollout.worker", True), ("megatron.rl.rollout", True)],
+            "from megatron.rl.rollout import wire, other",
+            [("megatron.rl.rollout.wire", True), ("megatron.rl.rollout", True)],
         ),
         ("def f():\n    import triton", [("triton", False)]),
         ("class C:\n    import triton", [("triton", True)]),
@@ -240,6 +246,6 @@ def test_how_imports_are_read(
 ) -> None:
     path = tmp_path / "protocol.py"
     path.write_text(source)
-    known = frozenset({"megatron.rl.rollout.worker", "megatron.rl.config"})
+    known = frozenset({"megatron.rl.rollout.wire", "megatron.rl.config"})
     found = imports_of("megatron.rl.rollout.protocol", path, known)
     assert [(item.name, item.at_import_time) for item in found] == expected

@@ -1,35 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics against numbers worked out by hand."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.rl.metrics import gather_records, loss_metrics, mismatch_metrics
-from megatron.rl.policy.head import TokenRecord
+from megatron.rl.metrics import gather_records, loss_metrics, staleness_metrics
+from megatron.rl.run_folder import MetricsLog
+from tests.unit.token_records import record
 
 LOG2 = math.log(2)
-
-
-def record(sequence: list[int], behavior: list[float], policy: list[float], **more) -> TokenRecord:  # type: ignore[no-untyped-def]
-    count = len(sequence)
-    flags = {
-        name: torch.tensor(more.get(name, [False] * count), dtype=torch.bool)
-        for name in ("outside", "outward")
-    }
-    return TokenRecord(
-        sequence=torch.tensor(sequence),
-        behavior_log_prob=torch.tensor(behavior),
-        policy_log_prob=torch.tensor(policy),
-        divergence=torch.tensor(more.get("divergence", [0.0] * count)),
-        entropy=torch.tensor(more.get("entropy", [0.0] * count)),
-        keep=~(flags["outside"] & flags["outward"]),
-        certified=None,
-        accepted=more.get("accepted"),
-        **flags,
-    )
-
 
 # Two sequences of three tokens and one: log pi - log mu is log 2, 0, -log 2 and log 2.
 TOKENS = record(
@@ -60,23 +43,36 @@ def test_loss_metrics_by_hand() -> None:
     assert metrics["tokens"] == 4 and metrics["vetoed_tokens"] == 2
 
 
-def test_mismatch_metrics_by_hand() -> None:
-    metrics = mismatch_metrics(TOKENS)
-    assert metrics["rollout_corr/kl"] == pytest.approx(-LOG2 / 4)
-    # r - 1 - log r: 2 - 1 - log 2 twice, 0, 1/2 - 1 + log 2.
-    k3 = (2 * (1 - LOG2) + (LOG2 - 0.5)) / 4
-    for name in ("rollout_corr/k3_kl", "gen_kl_error", "mismatch_kl/mean"):
-        assert metrics[name] == pytest.approx(k3)
-    assert metrics["mismatch_kl/max"] == pytest.approx(1 - LOG2)
-    assert metrics["rollout_corr/chi2_token"] == pytest.approx((4 + 1 + 0.25 + 4) / 4 - 1)
-    # Perplexities 2**(4/3) and 2 under both, 2**(4/3) and 4 under mu.
-    assert metrics["rollout_corr/training_ppl"] == pytest.approx((2 ** (4 / 3) + 2) / 2)
-    assert metrics["rollout_corr/rollout_ppl"] == pytest.approx((2 ** (4 / 3) + 4) / 2)
-    assert metrics["rollout_corr/log_ppl_diff"] == pytest.approx(-LOG2 / 2)
-    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.25)
-    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.1875)
-    assert metrics["token_mult_prob_error"] == pytest.approx((2 + 1 + 2 + 2) / 4)
-    assert metrics["mismatch/log_prob_max"] == pytest.approx(LOG2)
+def test_staleness_by_hand() -> None:
+    tokens = record([0] * 4, [0.0] * 4, [0.0] * 4, policy_version=[7, 7, 6, 3])
+    assert staleness_metrics(tokens, version=7, optimizer_steps=2) == {
+        "staleness/mean": 1.25,
+        "staleness/max": 4,
+        "staleness/optimizer_steps": 2,
+        "staleness/lag_0": 0.5,
+        "staleness/lag_1": 0.25,
+        "staleness/lag_4": 0.25,
+    }
+
+
+def test_what_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.write("step", 1, {"a": math.nan, "b": 2.0, "c": -math.inf, "n": 3, "name": "x"})
+        log.write("step", 2, {"a": 1.0})
+    first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert "NaN" not in first and "Infinity" not in first
+    assert json.loads(first) == {
+        "kind": "step", "number": 1, "a": None, "b": 2.0, "c": None, "n": 3, "name": "x",
+        "non_finite": ["a", "c"],
+    }  # fmt: skip
+    assert json.loads(second) == {"kind": "step", "number": 2, "a": 1.0}
+
+
+def test_long_lags_are_counted_together() -> None:
+    tokens = record([0] * 4, [0.0] * 4, [0.0] * 4, policy_version=[92, 91, 1, 100])
+    metrics = staleness_metrics(tokens, version=100, optimizer_steps=0)
+    assert metrics["staleness/max"] == 99
+    assert metrics["staleness/lag_8_or_more"] == 0.75 and metrics["staleness/lag_0"] == 0.25
 
 
 def test_means_are_over_tokens_not_over_micro_batches() -> None:
@@ -88,7 +84,7 @@ def test_means_are_over_tokens_not_over_micro_batches() -> None:
 
 def test_no_tokens_give_no_metrics() -> None:
     empty = record([], [], [])
-    assert loss_metrics(empty) == {} and mismatch_metrics(empty) == {}
+    assert loss_metrics(empty) == {} and staleness_metrics(empty, 1, 0) == {}
 
 
 def test_half_the_tokens_of_a_split_sequence_count_once() -> None:

@@ -1,146 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name table and the joins, without process groups."""
+"""The name table, the joins and checkpoint files, without process groups."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.rl.errors import UserError
 from megatron.rl.model.architecture import parse_architecture
 from megatron.rl.weights.hf_files import HFTensors, write_checkpoint
+from megatron.rl.weights.joins import Rectangle, Shard, cut
 from megatron.rl.weights.names import (
-    Join,
-    expected_hf_names,
-    hf_to_shard,
-    locate,
-    shards_to_hf,
+    Rule,
+    embedding_rule,
+    final_norm_rule,
+    hf_shapes,
+    layer_rules,
 )
 from tests import checkpoints
 
-MOE = parse_architecture(checkpoints.QWEN3_MOE)
-DENSE = parse_architecture(checkpoints.QWEN3)
 TIED = checkpoints.QWEN3 | {"tie_word_embeddings": True}
+PADDED_VOCAB = 512
 
 
-@pytest.mark.parametrize("config", [checkpoints.QWEN3, checkpoints.QWEN3_MOE, TIED])
-def test_expected_names_are_those_of_transformers(config: dict) -> None:  # type: ignore[type-arg]
+@pytest.mark.parametrize(
+    "config", [checkpoints.QWEN3, checkpoints.QWEN3_MOE, checkpoints.LLAMA, TIED]
+)
+def test_names_and_shapes_are_those_of_transformers(config: dict) -> None:  # type: ignore[type-arg]
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
     with torch.device("meta"):
         hf_config = AutoConfig.for_model(config["model_type"], **fields)
         model = AutoModelForCausalLM.from_config(hf_config)
-    expected = set(expected_hf_names(parse_architecture(config)))
-    assert expected == set(checkpoints.tensor_shapes(config))
-    theirs = {name for name, _ in model.named_parameters()}
+    ours = hf_shapes(parse_architecture(config))
+    assert ours == checkpoints.tensor_shapes(config)
+    theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if config["model_type"] == "qwen3_moe":  # transformers fuses experts in memory only
-        theirs = {name for name in theirs if ".experts." not in name}
-        expected = {name for name in expected if ".experts." not in name}
-    assert expected == theirs
+        ours, theirs = (
+            {name: shape for name, shape in shapes.items() if ".experts." not in name}
+            for shapes in (ours, theirs)
+        )
+    assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    ("parameter", "hf_names"),
-    [
-        ("embedding.word_embeddings.weight", ["model.embed_tokens.weight"]),
-        ("output_layer.weight", ["lm_head.weight"]),
-        (
-            "decoder.layers.1.self_attention.linear_qkv.weight",
-            [f"model.layers.11.self_attn.{x}_proj.weight" for x in "qkv"],
-        ),
-        # Transformer Engine's names for what local modules call otherwise.
-        (
-            "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
-            ["model.layers.10.input_layernorm.weight"],
-        ),
-        (
-            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
-            ["model.layers.10.post_attention_layernorm.weight"],
-        ),
-        (
-            "decoder.layers.0.mlp.experts.linear_fc1.weight3",
-            [f"model.layers.10.mlp.experts.67.{x}_proj.weight" for x in ("gate", "up")],
-        ),
-        (
-            "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
-            ["model.layers.10.mlp.experts.67.down_proj.weight"],
-        ),
-        ("decoder.layers.0.mlp.router.weight", ["model.layers.10.mlp.gate.weight"]),
-    ],
-)
-def test_names_are_global(parameter: str, hf_names: list[str]) -> None:
-    location = locate(parameter, layer_offset=10, expert_offset=64)
-    assert list(location.hf_names) == hf_names
+def _rule(config: dict, parameter: str) -> Rule:  # type: ignore[type-arg]
+    model = parse_architecture(config)
+    rules = [embedding_rule(model), final_norm_rule(model), *layer_rules(model)]
+    (rule,) = (rule for rule in rules if rule.local.endswith(parameter))
+    return rule
 
 
-def test_a_tied_head_is_the_embedding() -> None:
-    assert locate("output_layer.weight", tied=True).hf_names == ("model.embed_tokens.weight",)
+def _shards(config: dict, parameter: str, ways: int) -> tuple[Shard, ...]:  # type: ignore[type-arg]
+    return cut(_rule(config, parameter), parse_architecture(config), ways, PADDED_VOCAB)
 
 
-def test_unknown_parameter_is_an_error() -> None:
-    with pytest.raises(KeyError, match="no rule"):
-        locate("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
+def _fill(shards: tuple[Shard, ...], tensors: dict[str, Tensor]) -> list[Tensor]:
+    """The shards' values, NaN where nothing is written."""
+    values = []
+    for shard in shards:
+        value = torch.full(shard.shape, torch.nan)
+        for part in shard.parts:
+            value[part.source.index(value.dim())] = tensors[part.name][
+                part.target.index(value.dim())
+            ]
+        values.append(value)
+    return values
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    "parameter",
-    [
-        "embedding.word_embeddings.weight",
-        "decoder.layers.0.self_attention.linear_qkv.weight",
-        "decoder.layers.0.self_attention.linear_proj.weight",
-        "decoder.layers.0.mlp.linear_fc1.weight",
-        "decoder.layers.0.mlp.linear_fc2.weight",
-        "decoder.final_layernorm.weight",
-    ],
-)
-def test_shards_join_to_what_they_were_cut_from(parameter: str, world_size: int) -> None:
-    tensors = checkpoints.random_tensors(checkpoints.QWEN3, seed=1)
-    location = locate(parameter)
-    cut = partial(
-        hf_to_shard,
-        location.rule,
-        [partial(tensors.__getitem__, name) for name in location.hf_names],
-        DENSE,
-        world_size=world_size,
-        padded_rows=512,
-    )
-    shards = [cut(rank=rank) for rank in range(world_size)]
-    joined = shards_to_hf(location.rule, shards, DENSE)
-    for name, tensor in zip(location.hf_names, joined, strict=True):
-        assert torch.equal(tensor, tensors[name]), name
+def _marked(rows: dict[str, int], columns: int = 1) -> dict[str, Tensor]:
+    """Row r of tensor number n is n + r / 1000."""
+    return {
+        name: (n + torch.arange(count) / 1000)[:, None].expand(-1, columns)
+        for n, (name, count) in enumerate(rows.items())
+    }
 
 
-def test_qkv_rows_are_grouped_by_key_value_head() -> None:
-    """Group 1 of 2: its two query heads, then its key head, then its value head."""
-    d = DENSE.head_dim
-    q, k, v = (torch.arange(n * d, dtype=torch.float32)[:, None] + c for n, c in
-               ((4, 1000), (2, 2000), (2, 3000)))  # fmt: skip
-    shard = hf_to_shard(
-        locate("decoder.layers.0.self_attention.linear_qkv.weight").rule,
-        [lambda: q, lambda: k, lambda: v],
-        DENSE,
-        rank=1,
-        world_size=2,
-        padded_rows=0,
-    )
-    assert torch.equal(shard, torch.cat([q[2 * d :], k[d:], v[d:]]))
+ONE_COLUMN = checkpoints.QWEN3 | {"hidden_size": 1, "head_dim": 2}  # 4 heads, 2 groups
+QKV = [f"model.layers.{{layer}}.self_attn.{x}_proj.weight" for x in "qkv"]
 
 
-def test_vocabulary_padding_is_zero_and_dropped_again() -> None:
-    rule = locate("output_layer.weight").rule
-    assert rule.join is Join.VOCAB
-    head = torch.ones(301, 4)
-    shards = [
-        hf_to_shard(rule, [lambda: head], DENSE, rank=r, world_size=2, padded_rows=512)
-        for r in range(2)
+@pytest.mark.parametrize("ways", [1, 2, 4, 8])
+def test_qkv_rows_are_grouped_by_key_value_head(ways: int) -> None:
+    """Per group its two query heads, its key head, its value head; then equal cuts."""
+    tensors = _marked({QKV[0]: 8, QKV[1]: 4, QKV[2]: 4})
+    shards = _fill(_shards(ONE_COLUMN, "linear_qkv.weight", ways), tensors)
+    q, k, v = (tensors[name] for name in QKV)
+    expected = torch.cat([q[0:4], k[0:2], v[0:2], q[4:8], k[2:4], v[2:4]])
+    assert torch.equal(torch.cat(shards), expected)
+    assert len({shard.shape for shard in shards}) == 1 and len(shards) == ways
+
+
+def test_each_shard_has_gate_above_up() -> None:
+    config = ONE_COLUMN | {"intermediate_size": 6}
+    names = [f"model.layers.{{layer}}.mlp.{x}_proj.weight" for x in ("gate", "up")]
+    tensors = _marked(dict.fromkeys(names, 6))
+    gate, up = tensors.values()
+    first, second = _fill(_shards(config, "mlp.linear_fc1.weight", 2), tensors)
+    assert torch.equal(first, torch.cat([gate[:3], up[:3]]))
+    assert torch.equal(second, torch.cat([gate[3:], up[3:]]))
+
+
+def test_columns_are_cut_side_by_side() -> None:
+    weight = torch.arange(2 * 8.0).view(2, 8)
+    config = checkpoints.QWEN3 | {"hidden_size": 2, "head_dim": 2}
+    name = "model.layers.{layer}.self_attn.o_proj.weight"
+    shards = _fill(_shards(config, "linear_proj.weight", 2), {name: weight})
+    assert [shard.tolist() for shard in shards] == [
+        [[0, 1, 2, 3], [8, 9, 10, 11]],
+        [[4, 5, 6, 7], [12, 13, 14, 15]],
     ]
-    assert shards[1].shape == (256, 4)
-    assert shards[1][301 - 256 :].abs().sum() == 0
-    (joined,) = shards_to_hf(rule, shards, DENSE)
-    assert torch.equal(joined, head)
+
+
+def test_vocabulary_padding_belongs_to_the_last_shards() -> None:
+    shards = _shards(checkpoints.QWEN3, "word_embeddings.weight", 4)
+    # 301 rows padded to 512: 128, 128, 45 and none.
+    assert [shard.padding for shard in shards] == [0, 0, 128 - 45, 128]
+    assert [part.target for shard in shards for part in shard.parts] == [
+        Rectangle(0, 128, 0, 64), Rectangle(128, 256, 0, 64), Rectangle(256, 301, 0, 64)
+    ]  # fmt: skip
+
+
+def test_a_norm_is_whole_everywhere() -> None:
+    (shard,) = _shards(checkpoints.QWEN3, "final_layernorm.weight", 4)
+    assert shard.shape == (64,)
+    assert shard.parts[0].source == shard.parts[0].target == Rectangle(0, 1, 0, 64)
 
 
 def test_checkpoint_is_written_in_shards_that_read_back(
@@ -156,7 +141,13 @@ def test_checkpoint_is_written_in_shards_that_read_back(
     assert (target / "tokenizer.json").exists() and (target / "config.json").exists()
     with HFTensors(target) as read:
         assert read.names() == set(tensors)
+        assert read.shapes() == checkpoints.tensor_shapes(checkpoints.QWEN3_MOE)
         assert all(torch.equal(read.read(name), tensor) for name, tensor in tensors.items())
+        name = "model.layers.1.mlp.gate.weight"
+        part = read.read_part(name, Rectangle(1, 3, 8, 40))
+        assert torch.equal(part, tensors[name][1:3, 8:40])
+        norm = read.read_part("model.norm.weight", Rectangle(0, 1, 8, 40))
+        assert torch.equal(norm, tensors["model.norm.weight"][8:40])
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

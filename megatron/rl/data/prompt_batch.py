@@ -56,6 +56,17 @@ class PromptBatch:
         """Return the token ids of the prompt at `place` of the batch, as a view."""
         return self.prompt_tokens[self.offsets[place] : self.offsets[place + 1]]
 
+    def between(self, start: int, stop: int) -> "PromptBatch":
+        """Return the prompts `[start, stop)` of the batch; `dropped` stays that of the whole."""
+        first, last = self.offsets[start], self.offsets[stop]
+        return PromptBatch(
+            self.prompt_tokens[first:last],
+            self.offsets[start : stop + 1] - first,
+            self.prompt_ids[start:stop],
+            self.prompts[start:stop],
+            self.dropped,
+        )
+
 
 def pack_prompts(
     token_ids: Sequence[Sequence[int]],

@@ -8,13 +8,25 @@ from typing import Any
 
 from megatron.rl.errors import UserError
 
-# model_type in config.json -> has experts.
-SUPPORTED_MODEL_TYPES = {"qwen3": False, "qwen3_moe": True}
+
+@dataclass(frozen=True)
+class ModelType:
+    """What the ``model_type`` of a config.json decides, beyond the numbers beside it."""
+
+    has_experts: bool
+    qk_norm: bool
+
+
+SUPPORTED_MODEL_TYPES = {
+    "qwen3": ModelType(has_experts=False, qk_norm=True),
+    "qwen3_moe": ModelType(has_experts=True, qk_norm=True),
+    "llama": ModelType(has_experts=False, qk_norm=False),
+}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The shape of a Qwen3 or Qwen3-MoE language model.
+    """The shape of a Qwen3, Qwen3-MoE or Llama language model.
 
     Every field has the value of the Hugging Face key named beside it; ``num_experts`` is 0 for a
     dense model, and then the ``moe_*`` fields and ``experts_per_token`` are 0 too.
@@ -32,6 +44,7 @@ class Architecture:
     rope_theta: float
     norm_eps: float  # rms_norm_eps
     tied_embeddings: bool  # tie_word_embeddings
+    qk_norm: bool = True  # by model_type: RMSNorm on each head of q and k
     num_experts: int = 0  # num_experts or num_local_experts
     experts_per_token: int = 0  # num_experts_per_tok
     moe_ffn_hidden_size: int = 0  # moe_intermediate_size
@@ -65,10 +78,11 @@ def parse_architecture(config: dict[str, Any]) -> Architecture:
             f"model.path: model_type is {model_type!r}, supported are "
             f"{', '.join(SUPPORTED_MODEL_TYPES)}"
         )
-    _refuse_variants(config)
+    kind = SUPPORTED_MODEL_TYPES[model_type]
+    _refuse_variants(config, kind)
     heads = config["num_attention_heads"]
     moe: dict[str, int] = {}
-    if SUPPORTED_MODEL_TYPES[model_type]:
+    if kind.has_experts:
         moe = {
             "num_experts": config.get("num_experts") or config["num_local_experts"],
             "experts_per_token": config["num_experts_per_tok"],
@@ -80,13 +94,14 @@ def parse_architecture(config: dict[str, Any]) -> Architecture:
         hidden_size=config["hidden_size"],
         ffn_hidden_size=config["intermediate_size"],
         num_heads=heads,
-        num_groups=config["num_key_value_heads"],
+        num_groups=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
         rope_theta=float(_rope(config).get("rope_theta", config.get("rope_theta", 10000.0))),
         norm_eps=config["rms_norm_eps"],
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=kind.qk_norm,
         **moe,
     )
 
@@ -96,17 +111,17 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
-def _refuse_variants(config: dict[str, Any]) -> None:
-    """Refuse the options of these model types that no released checkpoint uses."""
+def _refuse_variants(config: dict[str, Any], kind: ModelType) -> None:
+    """Refuse the options of these model types that this project does not build."""
     rope_type = _rope(config).get("rope_type") or _rope(config).get("type") or "default"
-    is_moe = SUPPORTED_MODEL_TYPES[config["model_type"]]
     checks = {
         "hidden_act": (config.get("hidden_act", "silu"), "silu"),
         "attention_bias": (bool(config.get("attention_bias", False)), False),
+        "mlp_bias": (bool(config.get("mlp_bias", False)), False),
         "use_sliding_window": (bool(config.get("use_sliding_window", False)), False),
         "rope_type": (rope_type, "default"),
     }
-    if is_moe:
+    if kind.has_experts:
         checks["decoder_sparse_step"] = (config.get("decoder_sparse_step", 1), 1)
         checks["mlp_only_layers"] = (config.get("mlp_only_layers") or [], [])
         checks["norm_topk_prob"] = (bool(config.get("norm_topk_prob", False)), True)

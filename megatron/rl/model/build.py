@@ -27,10 +27,7 @@ from megatron.rl.errors import UserError
 from megatron.rl.model.architecture import Architecture
 from megatron.rl.model.cpu_modules import CPUSpecProvider
 from megatron.rl.parallel import ParallelConfig
-
-# Rows of the embedding and the head are padded to a multiple of this times TP
-# (Megatron's own default, so that its checkpoints fit).
-VOCAB_DIVISIBLE_BY = 128
+from megatron.rl.weights.names import Naming
 
 # Set by this module from the model, the layout or the loss contract; a user who sets one of them
 # under megatron.transformer would break what relies on it.
@@ -59,12 +56,6 @@ class BuildOptions:
 
     dtype: torch.dtype = torch.float32
     transformer: dict[str, Any] = field(default_factory=dict)
-
-
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Return the number of embedding rows: a multiple of 128 x TP, as Megatron pads it."""
-    multiple = VOCAB_DIVISIBLE_BY * tensor_parallel
-    return -(-vocab_size // multiple) * multiple
 
 
 def transformer_config(
@@ -105,7 +96,7 @@ def _architecture_fields(model: Architecture) -> dict[str, Any]:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        qk_layernorm=True,
+        qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
@@ -166,6 +157,11 @@ def _layout_fields(layout: ParallelConfig, options: BuildOptions) -> dict[str, A
     return settings
 
 
+def parameter_naming() -> Naming:
+    """Return whose names the model's parameters have: the layers are :func:`layer_spec`'s."""
+    return "local" if cpu_backend.is_installed() else "transformer_engine"
+
+
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline stage: local modules on CPU, Transformer Engine on GPU."""
     if not cpu_backend.is_installed():
@@ -179,8 +175,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
             linear_qkv=backend.column_parallel_linear(),
             core_attention=backend.core_attention(),
             linear_proj=backend.row_parallel_linear(),
-            q_layernorm=norm,
-            k_layernorm=norm,
+            q_layernorm=norm if config.qk_layernorm else None,
+            k_layernorm=norm if config.qk_layernorm else None,
         ),
     )
     layer = ModuleSpec(
@@ -220,7 +216,7 @@ def _build_chunk(
     return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, vp_stage),
-        vocab_size=padded_vocab_size(model.vocab_size, layout.tensor),
+        vocab_size=layout.padded_vocab_size(model.vocab_size),
         max_sequence_length=model.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -44,9 +44,17 @@ class TokenRecord:
     """What one micro-batch's loss saw, per response token ``[N]``, detached, for metrics."""
 
     sequence: Tensor
+    """Number of the token's sequence within the rollout batch."""
+    position: Tensor
+    """Of the token within its response, from 0."""
+    policy_version: Tensor
+    """Of the weights that sampled the token."""
     behavior_log_prob: Tensor
     policy_log_prob: Tensor
     divergence: Tensor
+    """The one that the loss is configured with."""
+    topk_kl: Tensor
+    """The top-K KL of the recorded support, whatever the loss is configured with."""
     entropy: Tensor
     outside: Tensor
     outward: Tensor
@@ -272,9 +280,12 @@ def _record(
     context.num_tokens = result.num_tokens.to(torch.int)
     context.record = TokenRecord(
         sequence=batch.sequence,
+        position=batch.position,
+        policy_version=batch.policy_version,
         behavior_log_prob=batch.support.sampled_log_probs,
         policy_log_prob=stats.log_prob.detach(),
         divergence=result.divergence,
+        topk_kl=topk_kl(batch.support, stats).detach(),
         entropy=stats.entropy.detach(),
         outside=result.mask.outside,
         outward=result.mask.outward,

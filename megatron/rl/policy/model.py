@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trained policy: Megatron model, DistributedDataParallel, optimizer and schedule together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,16 +16,16 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron.rl import cpu_backend
 from megatron.rl.batch import MicroBatch
 from megatron.rl.errors import UserError
 from megatron.rl.model.architecture import Architecture
-from megatron.rl.model.build import BuildOptions, build_model
+from megatron.rl.model.build import BuildOptions, build_model, parameter_naming
 from megatron.rl.parallel import ParallelConfig
 from megatron.rl.policy.head import PolicyHead, TokenRecord
 from megatron.rl.policy.step import forward_backward
-from megatron.rl.weights.gather import gather_hf_tensors
+from megatron.rl.policy.trained_model import TrainedModel, training_device
 from megatron.rl.weights.load import load_hf_checkpoint
+from megatron.rl.weights.plan import plan_weights
 
 # The loss contract and the trainer's own settings decide these; a user's value would be overruled.
 RESERVED_DDP_FIELDS = frozenset({"average_in_collective", "grad_reduce_in_fp32"})
@@ -51,14 +51,15 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did on this rank."""
+    """What one optimizer step did on this rank; a record and a loss a micro-batch."""
 
     grad_norm: float
     learning_rate: float
     records: list[TokenRecord]
+    losses: list[Tensor]
 
 
-class Policy:
+class Policy(TrainedModel):
     """This rank's part of the policy, with the operations that the trainer needs.
 
     All of them are collective: every rank calls them in the same order.
@@ -73,30 +74,28 @@ class Policy:
         head: PolicyHead,
         model_path: str,
     ) -> None:
-        self.architecture = architecture
-        self.head = head
-        self.device = torch.device("cpu" if cpu_backend.is_installed() else "cuda")
-        chunks = [chunk.to(self.device) for chunk in build_model(architecture, layout, build)]
-        load_hf_checkpoint(chunks, architecture, model_path)
+        device = training_device()
+        chunks = [chunk.to(device) for chunk in build_model(architecture, layout, build)]
+        plan = plan_weights(architecture, layout, parameter_naming())
+        load_hf_checkpoint(chunks, plan, model_path, rank=torch.distributed.get_rank())
         ddp_config = DistributedDataParallelConfig(
             **_checked(DistributedDataParallelConfig, "megatron.ddp", settings.ddp,
                        RESERVED_DDP_FIELDS, {"use_distributed_optimizer": True}),
             grad_reduce_in_fp32=True,
             average_in_collective=False,
         )  # fmt: skip
-        self.chunks = [
+        wrapped = [
             # As megatron/training/training.py does: buckets only for the chunk whose backward
             # pass comes last.
             DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(chunks)
         ]
-        self.optimizer = get_megatron_optimizer(
-            _optimizer_config(settings, build.dtype), self.chunks
-        )
-        self.scheduler = _scheduler(self.optimizer, settings)
+        optimizer = get_megatron_optimizer(_optimizer_config(settings, build.dtype), wrapped)
+        super().__init__(architecture, layout, head, wrapped, optimizer)
+        self.scheduler = _scheduler(optimizer, settings)
         config = chunks[0].config  # the chunks share it
         config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = self.optimizer.scale_loss
+        config.grad_scale_func = optimizer.scale_loss
         if ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -107,14 +106,17 @@ class Policy:
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
         """
+        self.restore()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        records = forward_backward(self.chunks, self.head, micro_batches)
+        losses: list[Tensor] = []
+        records = forward_backward(self.chunks, self.head, micro_batches, losses=losses)
         self._require_finite_gradients()
         self.scheduler.step(increment=1)  # before the step: a warm-up never starts at lr 0
         _, grad_norm, _ = self.optimizer.step()
-        return StepResult(float(grad_norm), self.optimizer.param_groups[0]["lr"], records)
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        return StepResult(float(grad_norm), learning_rate, records, losses)
 
     def _require_finite_gradients(self) -> None:
         buffers = [
@@ -131,10 +133,6 @@ class Policy:
                 "or its advantage is NaN or infinite. Look at the divergence and mismatch metrics "
                 "of the last steps in metrics.jsonl"
             )
-
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights under their Hugging Face names on rank 0; see gather_hf_tensors."""
-        return gather_hf_tensors([chunk.module for chunk in self.chunks], self.architecture)
 
 
 def is_last_stage() -> bool:

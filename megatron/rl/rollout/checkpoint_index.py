@@ -7,14 +7,36 @@ Only headers are read, so this costs milliseconds even for a large model.
 """
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import EngineConfigError, WeightNamesError
 
+if TYPE_CHECKING:
+    import torch
+
+# The types of the safetensors format, by the names that torch has for them.
+SAFETENSORS_DTYPES: Mapping[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_TORCH_NAMES: Mapping[str, str] = {word: name for name, word in SAFETENSORS_DTYPES.items()}
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 1 << 30
 _NAMES_SHOWN = 4
@@ -30,6 +52,31 @@ class TensorInfo:
     @property
     def is_float8(self) -> bool:
         return self.dtype.startswith("F8_")
+
+    @property
+    def is_floating_point(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
+    @property
+    def torch_dtype(self) -> "torch.dtype":
+        """The type as torch has it."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, _TORCH_NAMES[self.dtype])
+        return dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: "torch.Tensor") -> "TensorInfo":
+        """Type and shape of a tensor."""
+        name = str(tensor.dtype).removeprefix("torch.")
+        word = SAFETENSORS_DTYPES.get(name)
+        if word is None:
+            raise WeightNamesError(f"weights of type {name} cannot be sent to an engine")
+        return cls(word, tuple(tensor.shape))
 
 
 @dataclass(frozen=True)
@@ -90,6 +137,32 @@ def read_safetensors_header(file: str | Path) -> dict[str, TensorInfo]:
     }
 
 
+def check_names(names: Iterable[str], index: CheckpointIndex, *, complete: bool = True) -> None:
+    """Raise WeightNamesError on unknown and, with `complete`, missing or repeated names."""
+    listed = list(names)
+    given = set(listed)
+    unknown = [name for name in given if name not in index.tensors]
+    if unknown:
+        raise WeightNamesError(
+            f"{len(unknown)} tensor(s) of the update are not in the engine's checkpoint: "
+            f"{_some(unknown)}. Use the checkpoint's own names; nothing was loaded"
+        )
+    if len(given) != len(listed):
+        twice = [name for name, count in Counter(listed).items() if count > 1]
+        raise WeightNamesError(
+            f"{_some(twice)} occurs twice in the update; every tensor is sent exactly once. "
+            "Nothing was loaded"
+        )
+    if not complete:
+        return
+    missing = [n for n in index.tensors if n not in given and n not in index.optional]
+    if missing:
+        raise WeightNamesError(
+            f"{len(missing)} of the checkpoint's {len(index.tensors)} tensors are missing from "
+            f"the update: {_some(missing)}. An update replaces all weights; nothing was loaded"
+        )
+
+
 def check_update_names(
     update: Mapping[str, TensorInfo], index: CheckpointIndex, *, complete: bool = True
 ) -> None:
@@ -98,12 +171,7 @@ def check_update_names(
     Unknown names, wrong shapes, a float8 tensor where the checkpoint has none (or the reverse:
     the engine would cast in silence) and, with `complete`, missing names are refused.
     """
-    unknown = [name for name in update if name not in index.tensors]
-    if unknown:
-        raise WeightNamesError(
-            f"{len(unknown)} tensor(s) of the update are not in the engine's checkpoint: "
-            f"{_some(unknown)}. Use the checkpoint's own names; nothing was loaded"
-        )
+    check_names(update, index, complete=complete)
     for name, info in update.items():
         expected = index.tensors[name]
         if info.shape != expected.shape:
@@ -116,13 +184,6 @@ def check_update_names(
                 f"{name} is {info.dtype}, the checkpoint has {expected.dtype}: send float8 "
                 "weights (and their scales) exactly where the engine's checkpoint has them; "
                 "nothing was loaded"
-            )
-    if complete:
-        missing = [n for n in index.tensors if n not in update and n not in index.optional]
-        if missing:
-            raise WeightNamesError(
-                f"{len(missing)} of the checkpoint's {len(index.tensors)} tensors are missing from "
-                f"the update: {_some(missing)}. An update replaces all weights; nothing was loaded"
             )
 
 
@@ -160,13 +221,8 @@ def _weight_files(path: Path) -> list[Path]:
 def _read_torch_header(file: Path) -> dict[str, TensorInfo]:
     import torch  # only for old checkpoints; a safetensors folder needs no torch here
 
-    from .weights_file import SAFETENSORS_DTYPES
-
     state = torch.load(file, map_location="meta", mmap=True, weights_only=True)
-    return {
-        name: TensorInfo(SAFETENSORS_DTYPES[str(tensor.dtype)], tuple(tensor.shape))
-        for name, tensor in state.items()
-    }
+    return {name: TensorInfo.of(tensor) for name, tensor in state.items()}
 
 
 def _optional_names(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> frozenset[str]:

@@ -23,6 +23,14 @@ class WeightNamesError(EngineRequestError):
     """An update whose tensors are not exactly the checkpoint's; nothing was loaded."""
 
 
+class WeightsMismatch(EngineError):
+    """After an update the engine does not hold, or does not compute with, the trainer's weights."""
+
+
+class WeightsLost(EngineError):
+    """The engine has no complete set of weights: the last update failed, or cannot be repeated."""
+
+
 class RolloutDataError(EngineError, ValueError):
     """Arrays that cannot be rollouts (NaN, lengths that disagree, ids out of range)."""
 

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout engine takes and gives: compact arrays, never Python objects per token.
+"""What a rollout engine is asked for, and what it has to offer; its answers are in rollouts.py.
 
-Letters: P prompts, B sequences (P x samples_per_prompt), N response tokens of all sequences
-together, K top log-probs per token, V vocabulary. Sequences are stored back to back; sequence
-`i` owns `[offsets[i], offsets[i + 1])`. The sequences of one prompt are neighbours.
+Letters: P prompts, B sequences (P x samples_per_prompt). The sequences of one prompt are
+neighbours.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import EngineRequestError, RolloutDataError
+from .array_checks import check_array, check_offsets
+from .errors import EngineRequestError
+from .rollouts import FinishedSequences, Rollouts
+from .topk_columns import Precision
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +24,6 @@ if TYPE_CHECKING:
 # one than the engine sampled with, so such temperatures are refused here. Above 2 it refuses.
 MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
-
-# The OpenAI-style servers write this number where they mean "no value".
-MISSING_LOG_PROB_SENTINEL = -9999.0
-
-# A log-prob may exceed 0 only by rounding of a float32 log-softmax.
-LOG_PROB_SLACK = 1e-5
-
-ABSENT_TOKEN_ID = -1
 
 
 @dataclass(frozen=True)
@@ -40,6 +34,8 @@ class SamplingSettings:
                     0 means greedy and is for evaluation only.
     max_tokens      a response that reaches it is cut (`finished` is False).
     top_logprobs    K: that many of the largest log-probs are returned with every token.
+    topk_precision  how they are stored, see `TopKColumns`: "fp24", or "float32" as the engine has
+                    them.
     seed            every sequence gets its own seed derived from it, see `sequence_seeds`.
                     None: the engine's own generator, faster on a GPU, not reproducible.
     stop_token_ids  exactly these tokens end a response. The model folder's own end-of-text ids
@@ -51,6 +47,7 @@ class SamplingSettings:
     max_tokens: int
     temperature: float = 1.0
     top_logprobs: int = 20
+    topk_precision: Precision = "fp24"
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     top_p: float = 1.0
@@ -68,6 +65,10 @@ class SamplingSettings:
             )
         if self.top_logprobs < 0:
             raise EngineRequestError(f"top_logprobs must be >= 0, got {self.top_logprobs}")
+        if self.topk_precision not in get_args(Precision):
+            raise EngineRequestError(
+                f"topk_precision must be one of {get_args(Precision)}, got {self.topk_precision!r}"
+            )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise EngineRequestError(f"seed must be in [0, 2**63) or None, got {self.seed}")
         if not 0.0 < self.top_p <= 1.0:
@@ -125,6 +126,8 @@ class GenerationRequest:
     first_sequence_index: the index of this request's first sequence in the whole batch, when the
     batch is split over several engines; it only enters the seeds, so that engines which share
     `settings.seed` do not share random numbers.
+    own_max_tokens[B] int32, own_seeds[B] int64: of each sequence, instead of `settings.max_tokens`
+    and of what follows from `settings.seed`; for sequences that continue others, see resume.py.
     """
 
     prompt_tokens: NDArray[np.int32]
@@ -132,11 +135,13 @@ class GenerationRequest:
     samples_per_prompt: int
     settings: SamplingSettings
     first_sequence_index: int = 0
+    own_max_tokens: NDArray[np.int32] | None = None
+    own_seeds: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        _check_array("prompt_tokens", self.prompt_tokens, np.int32, 1, EngineRequestError)
-        _check_array("prompt_offsets", self.prompt_offsets, np.int64, 1, EngineRequestError)
-        _check_offsets(
+        check_array("prompt_tokens", self.prompt_tokens, np.int32, 1, EngineRequestError)
+        check_array("prompt_offsets", self.prompt_offsets, np.int64, 1, EngineRequestError)
+        check_offsets(
             "prompt_offsets", self.prompt_offsets, len(self.prompt_tokens), EngineRequestError
         )
         if self.samples_per_prompt < 1:
@@ -153,6 +158,20 @@ class GenerationRequest:
         if len(empty):
             raise EngineRequestError(
                 f"prompt {empty[0]} is empty: give every prompt at least one token"
+            )
+        self._check_own("own_max_tokens", self.own_max_tokens, np.int32, 1)
+        self._check_own("own_seeds", self.own_seeds, np.int64, 0)
+
+    def _check_own(
+        self, name: str, values: NDArray[np.integer[Any]] | None, dtype: type, least: int
+    ) -> None:
+        if values is None:
+            return
+        check_array(name, values, dtype, 1, EngineRequestError)
+        if len(values) != self.num_sequences or (values < least).any():
+            raise EngineRequestError(
+                f"{name} must hold {self.num_sequences} numbers of at least {least}, got "
+                f"{len(values)} from {values.min(initial=least)} up"
             )
 
     @classmethod
@@ -186,168 +205,96 @@ class GenerationRequest:
         """One seed per sequence [B], or None when the settings have no seed."""
         if self.settings.seed is None:
             return None
+        if self.own_seeds is not None:
+            return self.own_seeds
         return sequence_seeds(self.settings.seed, self.first_sequence_index, self.num_sequences)
+
+    def max_tokens(self) -> NDArray[np.int32]:
+        """Longest response of every sequence [B]."""
+        if self.own_max_tokens is not None:
+            return self.own_max_tokens
+        return np.full(self.num_sequences, self.settings.max_tokens, dtype=np.int32)
+
+
+OnFinished = Callable[[FinishedSequences], None]
 
 
 @dataclass(frozen=True)
-class Rollouts:
-    """Sampled responses with what mu said about them.
+class WeightsReport:
+    """A weight update that is in effect.
 
-    prompt_index[B] int32         index of the sequence's prompt in the request
-    response_tokens[N] int32      without the prompt; with the stop token where one was sampled
-    response_offsets[B + 1] int64
-    log_probs[N] float32          of the sampled token, under softmax(logits / temperature)
-    topk_ids[N, K] int32          ids of the K largest, largest first; -1 where there is none
-    topk_log_probs[N, K] float32  their log-probs; -inf where there is none
-    finished[B] bool              True: ended by a stop token. False: cut at max_tokens
-    policy_version                the version given with the weights that produced all of it
-    generation_s                  seconds that the engine spent
-
-    The sampled token is among the K or not; its log-prob is in `log_probs` either way. Entry `t`
-    of a sequence belongs to its response token `t` (not to the next one).
+    version           what rollouts carry from now on
+    tensors           of the checkpoint that were replaced
+    nbytes            that travelled, scales included
+    seconds           from the first tensor asked for to the last digest compared
+    digests_compared  tensors that the engine holds exactly as they were sent
+    digests_unmapped  names whose place in the engine could not be read; the log-prob probe
+                      covers them
     """
 
-    prompt_index: NDArray[np.int32]
-    response_tokens: NDArray[np.int32]
-    response_offsets: NDArray[np.int64]
-    log_probs: NDArray[np.float32]
-    topk_ids: NDArray[np.int32]
-    topk_log_probs: NDArray[np.float32]
-    finished: NDArray[np.bool_]
-    policy_version: int
-    generation_s: float
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.response_offsets) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.response_tokens)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Response length of every sequence [B]."""
-        return np.diff(self.response_offsets)
-
-    def response(self, index: int) -> NDArray[np.int32]:
-        """Response tokens of one sequence, as a view."""
-        return self.response_tokens[self.response_offsets[index] : self.response_offsets[index + 1]]
-
-    def validate(self, vocab_size: int | None = None) -> None:
-        """Raise RolloutDataError unless the arrays can be rollouts.
-
-        NaN means that the engine's logits were garbage; -inf for a sampled token means that mu
-        could not have produced it. Neither may reach a loss. Ids are 0 ... vocab_size - 1.
-        """
-        self._check_shapes()
-        limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size
-        tokens = self.response_tokens
-        _check_none("response token ids outside the vocabulary", (tokens < 0) | (tokens >= limit))
-        _check_none("NaN among the sampled log-probs", np.isnan(self.log_probs))
-        _check_none(
-            "sampled log-probs that are no log-probs (-inf, above 0, or the sentinel -9999)",
-            (self.log_probs == -np.inf)
-            | (self.log_probs > LOG_PROB_SLACK)
-            | (self.log_probs == MISSING_LOG_PROB_SENTINEL),
-        )
-        _check_none("NaN among the top-K log-probs", np.isnan(self.topk_log_probs))
-        absent = self.topk_ids == ABSENT_TOKEN_ID
-        _check_none(
-            "top-K entries where only one of id -1 and log-prob -inf is set",
-            absent != (self.topk_log_probs == -np.inf),
-        )
-        _check_none(
-            "top-K ids outside the vocabulary",
-            ~absent & ((self.topk_ids < 0) | (self.topk_ids >= limit)),
-        )
-        _check_none(
-            "top-K log-probs above 0 or the sentinel -9999",
-            (self.topk_log_probs > LOG_PROB_SLACK)
-            | (self.topk_log_probs == MISSING_LOG_PROB_SENTINEL),
-        )
-
-    def _check_shapes(self) -> None:
-        for name, dtype, ndim in (
-            ("prompt_index", np.int32, 1),
-            ("response_tokens", np.int32, 1),
-            ("response_offsets", np.int64, 1),
-            ("log_probs", np.float32, 1),
-            ("topk_ids", np.int32, 2),
-            ("topk_log_probs", np.float32, 2),
-            ("finished", np.bool_, 1),
-        ):
-            _check_array(name, getattr(self, name), dtype, ndim, RolloutDataError)
-        tokens, sequences = len(self.response_tokens), len(self.prompt_index)
-        _check_offsets("response_offsets", self.response_offsets, tokens, RolloutDataError)
-        for name, length, expected in (
-            ("response_offsets", len(self.response_offsets), sequences + 1),
-            ("finished", len(self.finished), sequences),
-            ("log_probs", len(self.log_probs), tokens),
-            ("topk_ids", len(self.topk_ids), tokens),
-        ):
-            if length != expected:
-                raise RolloutDataError(
-                    f"{name} has {length} rows, expected {expected} "
-                    f"({sequences} sequences, {tokens} tokens)"
-                )
-        if self.topk_ids.shape != self.topk_log_probs.shape:
-            raise RolloutDataError(
-                f"topk_ids is {self.topk_ids.shape} but topk_log_probs is "
-                f"{self.topk_log_probs.shape}"
-            )
-        _check_none("negative prompt indices", self.prompt_index < 0)
+    version: int
+    tensors: int
+    nbytes: int
+    seconds: float
+    digests_compared: int
+    digests_unmapped: tuple[str, ...]
 
 
 class RolloutEngine(Protocol):
     """Anything that can produce rollouts from the current policy."""
 
-    def generate(self, request: GenerationRequest) -> Rollouts:
-        """Sample responses with the weights of the last update."""
+    def generate(
+        self, request: GenerationRequest, on_finished: OnFinished | None = None
+    ) -> Rollouts:
+        """Sample responses with the weights of the last update.
+
+        `on_finished` gets every sequence that ended, once each, in the order in which they end;
+        it runs in the calling thread, and while it does not return the engine has to wait.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Have a `generate` that runs in another thread return what there is; see resume.py.
+
+        Sequences that had not ended are `aborted` in its result. Without one it does nothing.
+        """
         ...
 
     def update_weights(
         self,
         tensors: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]",
         version: int,
-    ) -> None:
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> WeightsReport:
         """Replace all weights. Names are those of the Hugging Face checkpoint, exactly once each.
 
         Either all of them are in effect afterwards, or an error is raised. Rollouts carry
-        `version` from then on.
+        `version` from then on. `shapes` says beforehand what an iterator will yield: names are
+        then checked before the first tensor is made, and sent while others are still made.
+        Raises WeightsMismatch when the engine does not hold what was sent.
         """
+        ...
+
+    def weight_slot(self, name: str, shape: Sequence[int]) -> "torch.Tensor | None":
+        """Where a tensor may be assembled, in the type it has there, so that packing is free.
+
+        For the iterator that `update_weights` reads, which then yields this very memory. None:
+        anywhere (it will be quantised, or no engine reads it).
+        """
+        ...
+
+    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """Log-probs at temperature 1 of given tokens: of each one but the first, per sequence."""
+        ...
+
+    def sleep(self, level: int = 1) -> None:
+        """Give up the GPU's memory until `wake`; the weights survive. Only level 1 is taken."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory back. The cache is empty, and the weights are those from before."""
         ...
 
     def close(self) -> None:
         """End the engine and everything that it started. Safe to call twice."""
         ...
-
-
-def _check_array(
-    name: str, array: NDArray[np.generic], dtype: type, ndim: int, error: type[Exception]
-) -> None:
-    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != ndim:
-        got = (
-            f"{array.dtype} of shape {array.shape}"
-            if isinstance(array, np.ndarray)
-            else type(array).__name__
-        )
-        raise error(f"{name} must be a {ndim}-d {np.dtype(dtype)} array, got {got}")
-
-
-def _check_offsets(
-    name: str, offsets: NDArray[np.int64], total: int, error: type[Exception]
-) -> None:
-    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
-        ends = "empty" if len(offsets) == 0 else f"{offsets[0]} ... {offsets[-1]}"
-        raise error(f"{name} must rise from 0 to {total} without falling, got {ends}")
-
-
-def _check_none(what: str, bad: NDArray[np.bool_]) -> None:
-    if bad.any():
-        first = tuple(int(i) for i in np.argwhere(bad)[0])
-        where = first[0] if len(first) == 1 else first
-        raise RolloutDataError(
-            f"rollouts hold {what}: {int(bad.sum())} of {bad.size}, first at index {where}. "
-            "Such rollouts are not trained on; look at the weights that the engine last received"
-        )

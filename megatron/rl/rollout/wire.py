@@ -10,6 +10,7 @@ nothing that runs. Both ends check lengths against limits before they allocate.
 
 import json
 import math
+import select
 import socket
 import struct
 import sys
@@ -22,10 +23,11 @@ from numpy.typing import NDArray
 
 MAGIC = b"MRL1"
 _PREFIX = struct.Struct("<4sIQ")
-ALLOWED_DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "|b1", "|u1"})
+ALLOWED_DTYPES = frozenset({"<u2", "<i4", "<i8", "<f4", "<f8", "|b1", "|u1"})
 MAX_HEADER_BYTES = 1 << 20
-# 2 M tokens with K = 20 need 0.4 GB; this is far above any batch and below any nonsense length.
-MAX_PAYLOAD_BYTES = 1 << 36
+# Rollouts travel in parts of a few MiB; this is far above the longest sequence's and below any
+# nonsense length.
+MAX_PAYLOAD_BYTES = 1 << 32
 
 if sys.byteorder != "little":  # pragma: no cover - no supported machine is big-endian
     raise ImportError("megatron.rl.rollout.wire writes little-endian arrays without swapping")
@@ -61,7 +63,10 @@ class Message:
 
 
 class Channel:
-    """Sends and receives messages on a connected socket. One user at a time."""
+    """Sends and receives messages on a connected socket.
+
+    One thread may send while another receives; each direction has one user at a time.
+    """
 
     def __init__(
         self,
@@ -69,6 +74,9 @@ class Channel:
         max_header_bytes: int = MAX_HEADER_BYTES,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
+        # Waiting is done by poll(), with a timeout for each direction: the timeout that a socket
+        # object has would be shared by both.
+        sock.setblocking(False)
         self._sock = sock
         self._max_header_bytes = max_header_bytes
         self._max_payload_bytes = max_payload_bytes
@@ -94,7 +102,6 @@ class Channel:
         ).encode()
         payload_bytes = sum(array.nbytes for array in arrays.values())
         self._check_lengths(len(header), payload_bytes)
-        self._sock.settimeout(timeout_s)
         self._send_bytes(
             memoryview(_PREFIX.pack(MAGIC, len(header), payload_bytes) + header), timeout_s
         )
@@ -104,7 +111,6 @@ class Channel:
 
     def receive(self, timeout_s: float | None = None) -> Message:
         """Read one frame; WireTimeout when no byte arrives for `timeout_s`."""
-        self._sock.settimeout(timeout_s)
         prefix = bytearray(_PREFIX.size)
         self._receive_into(memoryview(prefix), timeout_s, frame_started=False)
         magic, header_bytes, payload_bytes = _PREFIX.unpack(prefix)
@@ -133,10 +139,12 @@ class Channel:
 
     def _send_bytes(self, view: memoryview, timeout_s: float | None) -> None:
         while len(view):
+            if not self._wait(select.POLLOUT, timeout_s):
+                raise WireTimeout(f"nothing could be sent for {timeout_s} s")
             try:
                 view = view[self._sock.send(view) :]
-            except TimeoutError:
-                raise WireTimeout(f"nothing could be sent for {timeout_s} s") from None
+            except BlockingIOError:  # a signal or a spurious wake-up
+                continue
             except OSError as error:
                 raise WireClosed(f"the other end is gone ({error})") from None
 
@@ -145,10 +153,12 @@ class Channel:
     ) -> None:
         expected, received = len(view), 0
         while received < expected:
+            if not self._wait(select.POLLIN, timeout_s):
+                raise WireTimeout(f"nothing arrived for {timeout_s} s")
             try:
                 count = self._sock.recv_into(view[received:])
-            except TimeoutError:
-                raise WireTimeout(f"nothing arrived for {timeout_s} s") from None
+            except BlockingIOError:
+                continue
             except OSError as error:
                 raise WireClosed(f"the other end is gone ({error})") from None
             if count == 0:
@@ -158,6 +168,15 @@ class Channel:
                     )
                 raise WireClosed("the other end closed the connection")
             received += count
+
+    def _wait(self, event: int, timeout_s: float | None) -> bool:
+        """Whether the socket became ready, or failed, within the time."""
+        poll = select.poll()
+        try:
+            poll.register(self._sock.fileno(), event)
+        except ValueError as error:  # closed on this side, by another thread
+            raise WireClosed(f"this end is closed ({error})") from None
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def _contiguous(name: str, array: NDArray[Any]) -> NDArray[Any]:

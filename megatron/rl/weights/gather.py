@@ -1,126 +1,222 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather a Megatron model, sharded in any layout, into whole Hugging Face tensors on one rank."""
+"""Gather a Megatron model, sharded in any layout, into whole Hugging Face tensors.
 
-from collections.abc import Callable, Iterator, Sequence
+The weight plan says what each tensor is made of and from where; this carries it out. Tensors come
+in the plan's order, in buckets. A bucket is one flat message from each rank that has some of it to
+each destination; the messages of the next bucket are under way while the current one is used.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron.rl.model.architecture import Architecture
-from megatron.rl.weights.load import local_parameters
-from megatron.rl.weights.names import Join, Location, expected_hf_names, shards_to_hf
+from megatron.rl.weights.joins import whole
+from megatron.rl.weights.names import Shape
+from megatron.rl.weights.plan import HFTensor, Piece, WeightPlan, WeightPlanError
+from megatron.rl.weights.routes import RanksPerNode, Routes
 
 BUCKET_BYTES = 256 * 1024**2
 
-# What one rank announces before it sends: names and shapes, in order.
-_Manifest = list[tuple[str, tuple[int, ...]]]
+Allocate = Callable[[str, Shape], Tensor | None]
+"""Where to put a tensor, of the type that it shall have; None leaves both to the gathering."""
 
 
 def gather_hf_tensors(
-    chunks: Sequence[GPTModel],
-    architecture: Architecture,
+    chunks: Sequence[torch.nn.Module],
+    plan: WeightPlan,
     *,
-    destination: int = 0,
+    destinations: Sequence[int] = (0,),
+    ranks_per_node: RanksPerNode = None,
+    allocate: Allocate | None = None,
     value: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor of the model once, on rank ``destination``.
+    """Yield every Hugging Face tensor of the model once, on each destination, in the plan's order.
 
-    Collective: every rank iterates to the end; other ranks yield nothing. Tensors are joined over
-    tensor-parallel ranks first, then sent in buckets of about 256 MB by one rank of each pipeline
-    stage (and of each expert-parallel rank for experts).
+    Collective: every rank iterates to the end; ranks that are no destination yield nothing.
+
+    What is yielded may share memory with the model or with its neighbours in the bucket: copy it
+    to keep it beyond the next change of the weights. A piece that lies on the destination itself
+    is copied once, from the parameter into the place that ``allocate`` gives.
 
     Args:
         chunks: this rank's part of the model.
+        plan: of the model, in the layout of these ranks.
+        destinations: ranks that get every tensor.
+        ranks_per_node: how many ranks share a node; pieces come from the own node where possible.
+        allocate: called on destinations for each tensor when it is its turn.
         value: what to gather of a parameter, of its shape: by default its weights.
+        bucket_bytes: size of what is under way at a time; up to two buckets are held.
 
     Raises:
-        RuntimeError: on the destination, when the ranks together do not send exactly the tensors
-            of the architecture.
+        WeightPlanError: on every rank, before anything is sent: some rank's model is not the
+            plan's.
     """
-    rank = dist.get_rank()
-    tensors = _tensors_to_send(chunks, architecture, value)
-    manifest: _Manifest = [(name, tuple(tensor.shape)) for name, tensor in tensors]
-    manifests: list[_Manifest] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(manifests, manifest)
-    if rank == destination:
-        _check_complete(manifests, architecture)
-    like = value(next(chunks[0].parameters()))
-    for source, theirs in enumerate(manifests):
-        if source == destination:
-            if rank == destination:
-                yield from tensors
-            continue
-        for start, stop in _buckets(theirs, like.element_size()):
-            if rank == source:
-                dist.send(torch.cat([t.reshape(-1) for _, t in tensors[start:stop]]), destination)
-            elif rank == destination:
-                numels = [torch.Size(shape).numel() for _, shape in theirs[start:stop]]
-                flat = like.new_empty(sum(numels))
-                dist.recv(flat, source)
-                for (name, shape), part in zip(theirs[start:stop], flat.split(numels), strict=True):
-                    yield name, part.view(shape)
+    values = _checked_values(chunks, plan, value)
+    like = next(iter(values.values()))
+    steps = _steps(
+        plan,
+        tuple(destinations),
+        ranks_per_node,
+        dist.get_rank(),
+        max(1, bucket_bytes // like.element_size()),
+    )
+    current: _Transfer | None = None
+    for step in steps:
+        following = _Transfer(step, values, like)
+        if current is not None:
+            yield from current.finish(allocate)
+        current = following
+    if current is not None:
+        yield from current.finish(allocate)
 
 
-def _tensors_to_send(
-    chunks: Sequence[GPTModel],
-    architecture: Architecture,
+_Values = Mapping[tuple[int, str], Tensor]
+
+
+def _checked_values(
+    chunks: Sequence[torch.nn.Module],
+    plan: WeightPlan,
     value: Callable[[torch.nn.Parameter], Tensor],
-) -> list[tuple[str, Tensor]]:
-    """Join this rank's parameters over TP; keep those that this rank is the one to send."""
-    first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    sends_dense = first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
-    sends_experts = parallel_state.get_expert_data_parallel_rank() == 0
-    tensors: list[tuple[str, Tensor]] = []
-    for parameter, location in local_parameters(chunks, architecture):
-        expert = location.rule.is_expert
-        whole = expert or location.rule.join is Join.WHOLE
-        shards = [value(parameter)] if whole else _tensor_parallel_shards(value(parameter))
-        if not (sends_experts if expert else sends_dense):
-            continue
-        if _is_shared_head(location, architecture):
-            continue
-        joined = shards_to_hf(location.rule, shards, architecture)
-        tensors += zip(location.hf_names, joined, strict=True)
-    return tensors
+) -> _Values:
+    """Return what to gather of each parameter, by chunk and name; the ranks agree that it is right.
+
+    A rank that raised alone would leave the others waiting for its messages.
+    """
+    problem: str | None = None
+    values: dict[tuple[int, str], Tensor] = {}
+    try:
+        plan.check_against_model(chunks, dist.get_rank())
+        values = {
+            (number, name): value(parameter)
+            for number, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+        dtypes = {tensor.dtype for tensor in values.values()}
+        if len(dtypes) > 1:
+            problem = f"expected values of one type, got {sorted(map(str, dtypes))}"
+    except WeightPlanError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for problem in problems:
+        if problem is not None:
+            raise WeightPlanError(problem)
+    return values
 
 
-def _is_shared_head(location: Location, architecture: Architecture) -> bool:
-    # With tied embeddings the last pipeline stage holds a copy of the embedding as its head.
-    return architecture.tied_embeddings and location.parameter == "output_layer.weight"
+@dataclass(frozen=True)
+class _Step:
+    """This rank's share of one bucket.
+
+    Attributes:
+        sends: the pieces that go to each destination, in order.
+        receives: how many elements come from each source; empty if this rank is no destination.
+        assembles: the bucket's tensors, with the source of each piece; likewise.
+    """
+
+    sends: dict[int, list[Piece]] = field(default_factory=dict)
+    receives: dict[int, int] = field(default_factory=dict)
+    assembles: list[tuple[HFTensor, list[int]]] = field(default_factory=list)
 
 
-def _tensor_parallel_shards(shard: Tensor) -> list[Tensor]:
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards
+@functools.lru_cache(maxsize=4)
+def _steps(
+    plan: WeightPlan,
+    destinations: tuple[int, ...],
+    ranks_per_node: RanksPerNode,
+    rank: int,
+    bucket_numel: int,
+) -> list[_Step]:
+    """Return this rank's steps; every rank's have the same buckets. Cached: updates repeat."""
+    routes = Routes(plan, destinations, ranks_per_node)
+    steps: list[_Step] = []
+    size = bucket_numel
+    for tensor in plan.tensors:
+        if size + tensor.numel > bucket_numel:
+            steps.append(_Step())
+            size = 0
+        size += tensor.numel
+        step = steps[-1]
+        if rank in destinations:
+            sources = [routes.source(piece, rank) for piece in tensor.pieces]
+            step.assembles.append((tensor, sources))
+            for piece, source in zip(tensor.pieces, sources, strict=True):
+                if source != rank:
+                    step.receives[source] = step.receives.get(source, 0) + piece.target.numel
+        for piece in tensor.pieces:
+            if rank not in piece.parameter.holders:
+                continue
+            for destination in destinations:
+                if destination != rank and routes.source(piece, destination) == rank:
+                    step.sends.setdefault(destination, []).append(piece)
+    return steps
 
 
-def _buckets(manifest: _Manifest, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of consecutive tensors that fit a bucket together."""
-    start, size = 0, 0
-    for i, (_, shape) in enumerate(manifest):
-        nbytes = torch.Size(shape).numel() * itemsize
-        if i > start and size + nbytes > BUCKET_BYTES:
-            yield start, i
-            start, size = i, 0
-        size += nbytes
-    if start < len(manifest):
-        yield start, len(manifest)
+class _Transfer:
+    """One bucket on its way; its messages are posted when it is made."""
+
+    def __init__(self, step: _Step, values: _Values, like: Tensor) -> None:
+        self._step = step
+        self._values = values
+        self._received = {s: like.new_empty(numel) for s, numel in step.receives.items()}
+        self._sent = {
+            destination: torch.cat([self._local(piece).reshape(-1) for piece in pieces])
+            for destination, pieces in step.sends.items()
+        }
+        messages = [dist.P2POp(dist.irecv, flat, s) for s, flat in self._received.items()]
+        messages += [dist.P2POp(dist.isend, flat, d) for d, flat in self._sent.items()]
+        self._works = dist.batch_isend_irecv(messages) if messages else []
+
+    def finish(self, allocate: Allocate | None) -> Iterator[tuple[str, Tensor]]:
+        """Wait for the messages and yield the bucket's tensors, each assembled when asked for."""
+        for work in self._works:
+            work.wait()
+        self._sent.clear()
+        positions = dict.fromkeys(self._received, 0)
+        for tensor, sources in self._step.assembles:
+            parts = []
+            for piece, source in zip(tensor.pieces, sources, strict=True):
+                if source in self._received:
+                    start = positions[source]
+                    positions[source] += piece.target.numel
+                    flat = self._received[source][start : positions[source]]
+                    parts.append(flat.view(_shape(piece, len(tensor.shape))))
+                else:
+                    parts.append(self._local(piece))
+            yield tensor.name, _assemble(tensor, parts, allocate)
+
+    def _local(self, piece: Piece) -> Tensor:
+        parameter = piece.parameter
+        values = self._values[parameter.chunk, parameter.name]
+        if piece.source == whole(parameter.shape):
+            return values
+        return values[piece.source.index(values.dim())]
 
 
-def _check_complete(manifests: list[_Manifest], architecture: Architecture) -> None:
-    sent = [name for manifest in manifests for name, _ in manifest]
-    expected = set(expected_hf_names(architecture))
-    twice = len(sent) - len(set(sent))
-    missing, unknown = sorted(expected - set(sent)), sorted(set(sent) - expected)
-    if twice or missing or unknown:
-        raise RuntimeError(
-            f"the gathered weights do not make up the model: {twice} sent twice, "
-            f"{len(missing)} missing ({missing[:1]}), {len(unknown)} unknown ({unknown[:1]})"
+def _shape(piece: Piece, dimensions: int) -> Shape:
+    target = piece.target
+    columns = target.right - target.left
+    return (columns,) if dimensions == 1 else (target.bottom - target.top, columns)
+
+
+def _assemble(tensor: HFTensor, parts: list[Tensor], allocate: Allocate | None) -> Tensor:
+    place = allocate(tensor.name, tensor.shape) if allocate else None
+    if place is None:
+        if len(parts) == 1:
+            return parts[0]
+        place = parts[0].new_empty(tensor.shape)
+    elif tuple(place.shape) != tensor.shape:
+        raise ValueError(
+            f"allocate gave a place of shape {list(place.shape)} for {tensor.name}, which has "
+            f"{list(tensor.shape)}"
         )
+    if len(parts) == 1:
+        return place.copy_(parts[0])
+    for piece, part in zip(tensor.pieces, parts, strict=True):
+        place[piece.target.index(place.dim())].copy_(part)
+    return place

@@ -3,7 +3,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.rl.errors import UserError
+from megatron.rl.weights.joins import Rectangle
+from megatron.rl.weights.names import Shape
 
 MAX_SHARD_BYTES = 4 * 1024**3
 INDEX_NAME = "model.safetensors.index.json"
@@ -44,8 +46,19 @@ class HFTensors:
     def names(self) -> set[str]:
         return set(self._owner)
 
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of every tensor; reads none of them."""
+        return {
+            name: tuple(handle.get_slice(name).get_shape()) for name, handle in self._owner.items()
+        }
+
     def read(self, name: str) -> Tensor:
         return self._owner[name].get_tensor(name)
+
+    def read_part(self, name: str, part: Rectangle) -> Tensor:
+        """Read a rectangle of a tensor of 1 or 2 dimensions; no byte of the rest is read."""
+        stored = self._owner[name].get_slice(name)
+        return stored[part.index(len(stored.get_shape()))]
 
     def __enter__(self) -> "HFTensors":
         return self
@@ -61,12 +74,19 @@ class HFTensors:
 
 
 def write_checkpoint(
-    folder: str | Path, tensors: Iterable[tuple[str, Tensor]], copy_from: str | Path
+    folder: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    copy_from: str | Path,
+    *,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint, in shards of at most 4 GiB.
 
     Everything but the weights (config, tokenizer, templates) is copied from ``copy_from``. The
     folder appears at once: it is written beside its place and renamed.
+
+    Args:
+        config: what config.json says instead; None: what it says in ``copy_from``.
     """
     folder, copy_from = Path(folder), Path(copy_from)
     partial = folder.with_name(folder.name + ".partial")
@@ -75,8 +95,13 @@ def write_checkpoint(
     for path in copy_from.iterdir():
         if path.is_file() and "safetensors" not in path.name and path.suffix not in (".bin", ".pt"):
             shutil.copy2(path, partial / path.name)
-    shards = _write_shards(partial, tensors)
-    _name_shards(partial, shards)
+    if config is not None:
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    try:
+        _name_shards(partial, _write_shards(partial, tensors))
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 

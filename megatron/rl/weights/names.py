@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which Megatron parameter is which Hugging Face tensor: one table, read in both directions.
 
-A rule pairs the name of a Megatron parameter with the Hugging Face tensors that it holds, and says
-how they are joined and sharded (a :class:`Join`). ``{layer}`` and ``{expert}`` are global numbers;
-Megatron numbers both within a rank, so :func:`locate` adds this rank's offsets.
+A rule pairs a Megatron parameter with the Hugging Face tensors that it holds and their shapes, and
+says how they are joined and sharded (a :class:`Join`). ``{layer}`` and ``{expert}`` are global
+numbers in Hugging Face names, and numbers within a rank in Megatron's.
 
 Parameters are named as Megatron's local modules name them (CPU) and as Transformer Engine's do
 (GPU), which fuse a norm into the linear layer behind it and number grouped experts differently.
 """
 
-import re
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-
-import torch
-from torch import Tensor
+from typing import Literal
 
 from megatron.rl.model.architecture import Architecture
+
+Naming = Literal["local", "transformer_engine"]
+Shape = tuple[int, ...]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 class Join(Enum):
@@ -32,195 +34,157 @@ class Join(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table."""
+    """One row of the table.
 
-    megatron: str
-    hf: tuple[str, ...]
+    Attributes:
+        local: name of the parameter among Megatron's local modules.
+        transformer_engine: its name among Transformer Engine's.
+        hf: Hugging Face names and shapes, in the order that the parameter holds them.
+        join: how the parameter holds them.
+    """
+
+    local: str
+    transformer_engine: str
+    hf: dict[str, Shape]
     join: Join
 
     @property
     def is_expert(self) -> bool:
-        return "{expert}" in self.megatron
+        return "{expert}" in self.local
+
+    def parameter(self, naming: Naming) -> str:
+        """Return the parameter's name, with ``{layer}`` and ``{expert}`` to be filled in."""
+        return self.local if naming == "local" else self.transformer_engine
 
 
 _LAYER = "decoder.layers.{layer}."
-_HF = "model.layers.{layer}."
-_FUSED_FC1 = "mlp.linear_fc1."
-_EXPERT_HF = _HF + "mlp.experts.{expert}."
+_HF_LAYER = "model.layers.{layer}."
+_EXPERTS = _LAYER + "mlp.experts."
 
-RULES: tuple[Rule, ...] = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Join.VOCAB),
-    Rule("output_layer.weight", ("lm_head.weight",), Join.VOCAB),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Join.WHOLE),
-    Rule(
-        _LAYER + "self_attention.linear_qkv.weight",
-        tuple(f"{_HF}self_attn.{x}_proj.weight" for x in "qkv"),
-        Join.QKV,
-    ),
-    Rule(
-        _LAYER + "self_attention.linear_proj.weight",
-        (_HF + "self_attn.o_proj.weight",),
-        Join.COLUMNS,
-    ),
-    *(
-        Rule(
-            _LAYER + f"self_attention.{x}_layernorm.weight",
-            (_HF + f"self_attn.{x}_norm.weight",),
+
+def _rule(local: str, hf: dict[str, Shape], join: Join, te: str | None = None) -> Rule:
+    return Rule(local, te or local, hf, join)
+
+
+def embedding_rule(model: Architecture) -> Rule:
+    """Return the rule of the embedding."""
+    shape = (model.vocab_size, model.hidden_size)
+    return _rule("embedding.word_embeddings.weight", {EMBEDDING: shape}, Join.VOCAB)
+
+
+def head_rule(model: Architecture) -> Rule:
+    """Return the rule of the last stage's head, which holds the embedding when tied."""
+    name = EMBEDDING if model.tied_embeddings else HEAD
+    shape = (model.vocab_size, model.hidden_size)
+    return _rule("output_layer.weight", {name: shape}, Join.VOCAB)
+
+
+def final_norm_rule(model: Architecture) -> Rule:
+    """Return the rule of the norm in front of the head."""
+    return _rule(
+        "decoder.final_layernorm.weight", {"model.norm.weight": (model.hidden_size,)}, Join.WHOLE
+    )
+
+
+def layer_rules(model: Architecture) -> list[Rule]:
+    """Return the rules of one layer, experts last."""
+    return _attention_rules(model) + (_moe_rules(model) if model.is_moe else _mlp_rules(model))
+
+
+def _attention_rules(model: Architecture) -> list[Rule]:
+    hidden, attention = model.hidden_size, _HF_LAYER + "self_attn."
+    q_rows, kv_rows = model.num_heads * model.head_dim, model.num_groups * model.head_dim
+    rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+    rules = [
+        _rule(
+            _LAYER + "input_layernorm.weight",
+            {_HF_LAYER + "input_layernorm.weight": (hidden,)},
             Join.WHOLE,
-        )
-        for x in "qk"
-    ),
-    *(
-        Rule(_LAYER + name, (_HF + "input_layernorm.weight",), Join.WHOLE)
-        for name in ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
-    ),
-    *(
-        Rule(_LAYER + name, (_HF + "post_attention_layernorm.weight",), Join.WHOLE)
-        for name in ("pre_mlp_layernorm.weight", _FUSED_FC1 + "layer_norm_weight")
-    ),
-    Rule(_LAYER + "mlp.router.weight", (_HF + "mlp.gate.weight",), Join.WHOLE),
-    Rule(
-        _LAYER + _FUSED_FC1 + "weight",
-        tuple(f"{_HF}mlp.{x}_proj.weight" for x in ("gate", "up")),
-        Join.GATE_UP,
-    ),
-    Rule(_LAYER + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), Join.COLUMNS),
-    *(
-        Rule(
-            _LAYER + "mlp.experts." + name,
-            tuple(f"{_EXPERT_HF}{x}_proj.weight" for x in ("gate", "up")),
+            te=_LAYER + "self_attention.linear_qkv.layer_norm_weight",
+        ),
+        _rule(
+            _LAYER + "self_attention.linear_qkv.weight",
+            {f"{attention}{x}_proj.weight": (n, hidden) for x, n in rows.items()},
+            Join.QKV,
+        ),
+        _rule(
+            _LAYER + "self_attention.linear_proj.weight",
+            {attention + "o_proj.weight": (hidden, q_rows)},
+            Join.COLUMNS,
+        ),
+    ]
+    if model.qk_norm:
+        rules += [
+            _rule(
+                f"{_LAYER}self_attention.{x}_layernorm.weight",
+                {f"{attention}{x}_norm.weight": (model.head_dim,)},
+                Join.WHOLE,
+            )
+            for x in "qk"
+        ]
+    return rules
+
+
+def _mlp_rules(model: Architecture) -> list[Rule]:
+    hidden, ffn, mlp = model.hidden_size, model.ffn_hidden_size, _HF_LAYER + "mlp."
+    return [
+        _rule(
+            _LAYER + "pre_mlp_layernorm.weight",
+            {_HF_LAYER + "post_attention_layernorm.weight": (hidden,)},
+            Join.WHOLE,
+            te=_LAYER + "mlp.linear_fc1.layer_norm_weight",
+        ),
+        _rule(
+            _LAYER + "mlp.linear_fc1.weight",
+            {f"{mlp}{x}_proj.weight": (ffn, hidden) for x in ("gate", "up")},
             Join.GATE_UP,
-        )
-        for name in ("local_experts.{expert}.linear_fc1.weight", "linear_fc1.weight{expert}")
-    ),
-    *(
-        Rule(_LAYER + "mlp.experts." + name, (_EXPERT_HF + "down_proj.weight",), Join.COLUMNS)
-        for name in ("local_experts.{expert}.linear_fc2.weight", "linear_fc2.weight{expert}")
-    ),
-)
+        ),
+        _rule(
+            _LAYER + "mlp.linear_fc2.weight",
+            {mlp + "down_proj.weight": (hidden, ffn)},
+            Join.COLUMNS,
+        ),
+    ]
 
 
-def _pattern(rule: Rule) -> re.Pattern[str]:
-    escaped = re.escape(rule.megatron)
-    for key in ("layer", "expert"):
-        escaped = escaped.replace(re.escape(f"{{{key}}}"), rf"(?P<{key}>\d+)")
-    return re.compile(escaped + r"\Z")
+def _moe_rules(model: Architecture) -> list[Rule]:
+    hidden, ffn = model.hidden_size, model.moe_ffn_hidden_size
+    expert = _HF_LAYER + "mlp.experts.{expert}."
+    return [
+        _rule(
+            _LAYER + "pre_mlp_layernorm.weight",
+            {_HF_LAYER + "post_attention_layernorm.weight": (hidden,)},
+            Join.WHOLE,
+        ),
+        _rule(
+            _LAYER + "mlp.router.weight",
+            {_HF_LAYER + "mlp.gate.weight": (model.num_experts, hidden)},
+            Join.WHOLE,
+        ),
+        _rule(
+            _EXPERTS + "local_experts.{expert}.linear_fc1.weight",
+            {f"{expert}{x}_proj.weight": (ffn, hidden) for x in ("gate", "up")},
+            Join.GATE_UP,
+            te=_EXPERTS + "linear_fc1.weight{expert}",
+        ),
+        _rule(
+            _EXPERTS + "local_experts.{expert}.linear_fc2.weight",
+            {expert + "down_proj.weight": (hidden, ffn)},
+            Join.COLUMNS,
+            te=_EXPERTS + "linear_fc2.weight{expert}",
+        ),
+    ]
 
 
-_PATTERNS = tuple((_pattern(rule), rule) for rule in RULES)
+def hf_shapes(model: Architecture) -> dict[str, Shape]:
+    """Return name and shape of every tensor in a Hugging Face checkpoint of the model.
 
-
-@dataclass(frozen=True)
-class Location:
-    """A parameter of this rank: its rule and the Hugging Face tensors that it holds a part of."""
-
-    parameter: str
-    rule: Rule
-    hf_names: tuple[str, ...]
-
-
-def locate(
-    parameter: str, *, layer_offset: int = 0, expert_offset: int = 0, tied: bool = False
-) -> Location:
-    """Find the Hugging Face names of a Megatron parameter.
-
-    Args:
-        parameter: name within this rank's model, as in ``named_parameters()``.
-        layer_offset: global number of this rank's layer 0.
-        expert_offset: global number of this rank's expert 0.
-        tied: the head shares the embedding's tensor.
-
-    Raises:
-        KeyError: no rule knows the parameter.
+    The order is that of the model: embedding, layers, norm, head.
     """
-    for pattern, rule in _PATTERNS:
-        match = pattern.match(parameter)
-        if match is None:
-            continue
-        numbers = {key: int(value) for key, value in match.groupdict().items()}
-        if "layer" in numbers:
-            numbers["layer"] += layer_offset
-        if "expert" in numbers:
-            numbers["expert"] += expert_offset
-        hf_names = tuple(name.format(**numbers) for name in rule.hf)
-        if tied and parameter == "output_layer.weight":
-            hf_names = ("model.embed_tokens.weight",)
-        return Location(parameter, rule, hf_names)
-    raise KeyError(f"no rule maps the Megatron parameter {parameter!r} to Hugging Face names")
-
-
-def expected_hf_names(model: Architecture) -> Iterator[str]:
-    """Yield the name of every tensor in a Hugging Face checkpoint of the model."""
-    yield from ("model.embed_tokens.weight", "model.norm.weight")
-    if not model.tied_embeddings:
-        yield "lm_head.weight"
-    per_layer = ["input_layernorm", "post_attention_layernorm"]
-    per_layer += [f"self_attn.{x}_proj" for x in "qkvo"] + [f"self_attn.{x}_norm" for x in "qk"]
-    projections = ("gate_proj", "up_proj", "down_proj")
-    if model.is_moe:
-        per_layer += ["mlp.gate"]
-        per_layer += [f"mlp.experts.{e}.{p}" for e in range(model.num_experts) for p in projections]
-    else:
-        per_layer += [f"mlp.{p}" for p in projections]
+    shapes = dict(embedding_rule(model).hf)
     for layer in range(model.num_layers):
-        yield from (f"model.layers.{layer}.{name}.weight" for name in per_layer)
-
-
-def shards_to_hf(rule: Rule, shards: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-    """Join the tensor-parallel shards of one parameter into its Hugging Face tensors.
-
-    Args:
-        rule: from :func:`locate`.
-        shards: one tensor per tensor-parallel rank, in order; a single one for experts.
-        model: gives heads, groups and the true vocabulary size.
-
-    Returns:
-        The tensors in the order of ``rule.hf``.
-    """
-    if rule.join is Join.WHOLE:
-        return [shards[0]]
-    if rule.join is Join.VOCAB:
-        return [torch.cat(list(shards))[: model.vocab_size]]
-    if rule.join is Join.COLUMNS:
-        return [torch.cat(list(shards), dim=1)]
-    if rule.join is Join.GATE_UP:
-        halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
-    blocks = torch.cat(list(shards)).unflatten(0, (model.num_groups, -1, model.head_dim))
-    heads = model.num_heads // model.num_groups
-    q, k, v = blocks.split((heads, 1, 1), dim=1)  # [groups, heads | 1 | 1, head_dim, H]
-    return [part.flatten(0, 2) for part in (q, k, v)]
-
-
-def hf_to_shard(
-    rule: Rule,
-    read: Sequence[Callable[[], Tensor]],
-    model: Architecture,
-    *,
-    rank: int,
-    world_size: int,
-    padded_rows: int,
-) -> Tensor:
-    """Cut this rank's shard of one parameter out of its Hugging Face tensors.
-
-    Args:
-        rule: from :func:`locate`.
-        read: returns each Hugging Face tensor, in the order of ``rule.hf``.
-        rank: tensor-parallel rank (0 for experts).
-        world_size: tensor-parallel size (1 for experts).
-        padded_rows: rows of the whole vocabulary parameter; padding rows are zero.
-    """
-    parts = [get() for get in read]
-    if rule.join is Join.WHOLE:
-        return parts[0]
-    if rule.join is Join.VOCAB:
-        whole = parts[0].new_zeros(padded_rows, parts[0].size(1))
-        whole[: model.vocab_size] = parts[0]
-        return whole.chunk(world_size)[rank]
-    if rule.join is Join.COLUMNS:
-        return parts[0].chunk(world_size, dim=1)[rank]
-    if rule.join is Join.GATE_UP:
-        return torch.cat([part.chunk(world_size)[rank] for part in parts])
-    shape = (model.num_groups, -1, model.head_dim)
-    blocks = torch.cat([part.unflatten(0, shape) for part in parts], dim=1)
-    return blocks.flatten(0, 2).chunk(world_size)[rank]
+        for rule in layer_rules(model):
+            for expert in range(model.num_experts) if rule.is_expert else (0,):
+                for name, shape in rule.hf.items():
+                    shapes[name.format(layer=layer, expert=expert)] = shape
+    return shapes | final_norm_rule(model).hf | head_rule(model).hf

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One starting policy and one finished run, which several tests look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Run, start
+from tools.make_tiny_model import TinyModelSettings, make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(folder, TinyModelSettings(steps=0), say=lambda text: None)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Run, str]:
+    """A recorded run to its end, in which most tokens are outside the trust region after a step."""
+    run = start(tmp_path_factory.mktemp("run"), model, ["records.write=true"])
+    code, output = run.wait()
+    assert code == 0, output
+    return run, output
