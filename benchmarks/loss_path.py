@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import describe_environment
+from benchmarks.targets import Target, as_json
 from pdm import BehaviorSupport, PolicyLossConfig, VocabShard, fused_policy_loss
 from tests.parallel.spawn import run_ranks
 
@@ -212,22 +213,6 @@ def _memory_bytes(field: str) -> int:
     raise RuntimeError(f"no {field} in /proc/self/status")
 
 
-@dataclass(frozen=True)
-class Target:
-    """One line of --check."""
-
-    name: str
-    value: float
-    limit: float
-
-    @property
-    def met(self) -> bool:
-        return self.value <= self.limit
-
-    def line(self) -> str:
-        return f"{self.name} {self.value:.3f} <={self.limit:g} {'ok' if self.met else 'short'}"
-
-
 def check(repetitions: int) -> list[Target]:
     """Measure the stated targets: ratios within this run."""
     shares = {share: Problem(share=share).make() for share in (1.0, 0.5, 0.1)}
@@ -375,7 +360,7 @@ def main() -> int:
         targets = check(options.repetitions)
         for target in targets:
             print(target.line())
-        results["targets"] = [dataclasses.asdict(t) | {"met": t.met} for t in targets]
+        results["targets"] = as_json(targets)
         code = 0 if all(target.met for target in targets) else 1
     else:
         results["tensor_parallel"] = shard_rows(options.repetitions)

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from benchmarks.environment import describe_environment
+from benchmarks.targets import Target, as_json
 from benchmarks.transport_decisions import (
     Count,
     Tokens,
@@ -243,39 +244,21 @@ def _in_chunks(folder: Path, request: GenerationRequest, rollouts: Rollouts) -> 
     yield from recorded_tokens(model, request, rollouts, seed=2)
 
 
-@dataclass(frozen=True)
-class Target:
-    """One line of --check."""
-
-    name: str
-    value: float
-    limit: float
-    at_least: bool
-
-    @property
-    def met(self) -> bool:
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
-
-    def line(self) -> str:
-        sign, verdict = (">=" if self.at_least else "<="), ("ok" if self.met else "short")
-        return f"{self.name} {self.value:.3g} {sign}{self.limit:g} {verdict}"
-
-
 def targets(measured: dict[str, Measured], synthetic: dict[str, Count]) -> list[Target]:
     """The stated targets, from what was measured."""
     lines = []
     for name, result in measured.items():
         speed = result.tokens_per_s
-        share, over_dict = speed["top20"] / speed["sampled_only"], speed["top20"] / speed["dict"]
+        of_sampled, of_dict = (speed["top20"] / speed[form] for form in ("sampled_only", "dict"))
         if name == "large_vocabulary":
-            lines.append(Target(f"{name}/top20_of_sampled_only", share, 0.90, True))
-            lines.append(Target(f"{name}/bytes_per_token", result.bytes_per_token, 128, False))
-        lines.append(Target(f"{name}/top20_of_dict_form", over_dict, 1.0, True))
-        lines.append(Target(f"{name}/values_unlike_plain_vllm", result.different, 0, False))
+            lines.append(Target(f"{name}/top20_of_sampled_only", of_sampled, 0.90, at_least=True))
+            lines.append(Target(f"{name}/bytes_per_token", result.bytes_per_token, 128))
+        lines.append(Target(f"{name}/top20_of_dict_form", of_dict, 1.0, at_least=True))
+        lines.append(Target(f"{name}/values_unlike_plain_vllm", result.different, 0))
         share = pooled(result.decisions).share
-        lines.append(Target(f"{name}/mask_decisions_changed", share, 1e-4, False))
+        lines.append(Target(f"{name}/mask_decisions_changed", share, 1e-4))
     share = pooled(synthetic).share
-    lines.append(Target("synthetic/mask_decisions_changed", share, 1e-4, False))
+    lines.append(Target("synthetic/mask_decisions_changed", share, 1e-4))
     return lines
 
 
@@ -326,7 +309,7 @@ def main() -> int:
             lines = targets(measured, synthetic)
             for target in lines:
                 print(target.line())
-            results["targets"] = [dataclasses.asdict(t) | {"met": t.met} for t in lines]
+            results["targets"] = as_json(lines)
             code = 0 if all(target.met for target in lines) else 1
         else:
             print_table(measured)

@@ -48,6 +48,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.environment import describe_environment
+from benchmarks.targets import Target, as_json
 from megatron.rl.model.architecture import Architecture, parse_architecture
 from megatron.rl.parallel import ParallelConfig
 from megatron.rl.rollout.checkpoint_index import CheckpointIndex, TensorInfo
@@ -131,10 +132,7 @@ def _measure_alone(
     source_bytes = sum(p.numel() * p.element_size() for p in chunks[0].parameters())
     runs: dict[str, Callable[[], object]] = {}
     transports = []
-    forms: list[tuple[str, Quantization, bool]] = [
-        ("none", "none", False),
-        ("block_fp8", "block_fp8", False),
-    ]
+    forms: list[tuple[str, Quantization, bool]] = [(form, form, False) for form in LEAST_SHARE]
     if with_digests:
         forms.append(("none_digests", "none", True))
     for name, quantization, digests in forms:
@@ -353,22 +351,6 @@ def _format(estimate: Estimate) -> str:
 # ---- command line
 
 
-@dataclass(frozen=True)
-class Target:
-    """One line of --check."""
-
-    name: str
-    value: float
-    limit: float
-
-    @property
-    def met(self) -> bool:
-        return self.value >= self.limit
-
-    def line(self) -> str:
-        return f"{self.name} {self.value:.3f} >={self.limit:g} {'ok' if self.met else 'short'}"
-
-
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -394,9 +376,10 @@ def main() -> int:
     results["measured"] = measured
     shares = measured["share_of_copy"]
     targets = [
-        Target(f"{NAMES[form]}/copy", shares[form], least) for form, least in LEAST_SHARE.items()
+        Target(f"{NAMES[form]}/copy", shares[form], least, at_least=True)
+        for form, least in LEAST_SHARE.items()
     ]
-    results["targets"] = [dataclasses.asdict(t) | {"met": t.met} for t in targets]
+    results["targets"] = as_json(targets)
     for target in targets:
         print(target.line(), flush=True)
     if not options.check:

@@ -16,13 +16,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megatron.rl.config_checks import check_ranges
 from megatron.rl.errors import UserError
 from megatron.rl.parallel import ParallelConfig
 from pdm import PolicyLossConfig
-
-# vLLM returns at most as many log-probs as it was started with; rollouts of more than this are no
-# longer compact (8 bytes an entry a token).
-MAX_TOP_LOGPROBS = 512
 
 
 @dataclass(frozen=True)
@@ -242,7 +239,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
         key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
         message = first["msg"].removeprefix("Value error, ")
         raise UserError(f"{key}: {message}, got {first['input']!r}") from None
-    _check_ranges(config)
+    check_ranges(config)
     return config
 
 
@@ -316,90 +313,3 @@ def _without_none(hint: Any) -> Any:
     """Return T of ``T | None``, and anything else as it is."""
     options = [option for option in typing.get_args(hint) if option is not type(None)]
     return options[0] if isinstance(hint, types.UnionType) and len(options) == 1 else hint
-
-
-def _check_ranges(config: Config) -> None:
-    _require(bool(config.model.path), "model.path", "a Hugging Face model folder", "")
-    _require(bool(config.task.name), "task.name", "a task, reasoning_gym/<data set>", "")
-    positive = {
-        "rollout": ("prompts", "group_size", "max_prompt_tokens", "max_response_tokens",
-                    "max_num_seqs", "temperature", "kv_cache_gib", "start_timeout_s",
-                    "stall_timeout_s"),
-        "train": ("minibatch_prompts", "epochs", "micro_batch_tokens", "learning_rate",
-                  "clip_grad"),
-        "eval": ("prompts",),
-    }  # fmt: skip
-    for section, names in positive.items():
-        for name in names:
-            value = getattr(getattr(config, section), name)
-            _require(value is None or value > 0, f"{section}.{name}", "a positive number", value)
-    _require(config.train.rollouts >= 0, "train.rollouts", "0 or more", config.train.rollouts)
-    _check_rollout(config.rollout)
-    _check_replay_and_records(config)
-    _require(
-        config.loss.kl_coefficient == 0,
-        "loss.kl_coefficient",
-        "0: this trainer has no reference policy yet",
-        config.loss.kl_coefficient,
-    )
-    if config.policy.head == "fused":
-        _require(
-            config.policy.logits_dtype == "float32",
-            "policy.logits_dtype",
-            "float32 with policy.head fused, which has no other",
-            config.policy.logits_dtype,
-        )
-    _require(
-        config.train.minibatch_prompts <= config.rollout.prompts,
-        "train.minibatch_prompts",
-        f"at most rollout.prompts ({config.rollout.prompts})",
-        config.train.minibatch_prompts,
-    )
-
-
-def _check_rollout(rollout: RolloutConfig) -> None:
-    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        value = getattr(rollout, name)
-        if value != off:
-            raise UserError(
-                f"rollout.{name} is {value}, expected {off}: it changes the support of the "
-                "behavior policy, so that its log-probs and the trainer's no longer belong to the "
-                "same distribution (evaluation has eval.top_p of its own)"
-            )
-    _require(
-        1 <= rollout.top_logprobs <= MAX_TOP_LOGPROBS,
-        "rollout.top_logprobs",
-        f"1 to {MAX_TOP_LOGPROBS} (the engine's limit)",
-        rollout.top_logprobs,
-    )
-
-
-def _check_replay_and_records(config: Config) -> None:
-    rollout, records = config.rollout, config.records
-    if rollout.engine == "replay":
-        _require(
-            rollout.replay_from is not None,
-            "rollout.replay_from",
-            "the folder rollouts of a run with records.write",
-            rollout.replay_from,
-        )
-        _require(not rollout.sleep, "rollout.sleep", "false with rollout.engine replay", True)
-    else:
-        _require(
-            rollout.replay_from is None,
-            "rollout.replay_from",
-            f"null: it has no effect with rollout.engine {rollout.engine}",
-            rollout.replay_from,
-        )
-    _require(records.keep >= 0, "records.keep", "0 (keep all) or more", records.keep)
-    _require(
-        records.write or not records.keep,
-        "records.keep",
-        "0: it has no effect unless records.write is true",
-        records.keep,
-    )
-
-
-def _require(condition: bool, setting: str, expected: str, value: object) -> None:
-    if not condition:
-        raise UserError(f"{setting}: expected {expected}, got {value!r}")

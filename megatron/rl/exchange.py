@@ -106,6 +106,12 @@ class Exchange:
         self._scorer_group = _own_group(scorers)
         self.received_bytes = 0
 
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether some rank says so; like sampling, it may take as long as it takes."""
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._everyone)
+        return bool(flags)
+
     def gather_reports(self, own: _Report | None) -> list[_Report]:
         """Give every rank the reports of all owners, by number of the engine.
 

@@ -127,6 +127,7 @@ class RolloutSession:
             policy.offload()  # the engine is the first to work
         if self._sampler is not None:
             self._sampler.wait_ready()
+        self._exchange.any_rank(False)  # ranks without an engine wait for as long as those with one
         engine = None if self._sampler is None else self._sampler.engine
         self._bridge = WeightBridge(self._config, policy, self._topology, engine)
         if version is not None:
@@ -150,9 +151,10 @@ class RolloutSession:
         """
         assert self._batch is None, "the batch before has to be finished first"
         started = time.perf_counter()
+        self._wake_engine()
         sampled = self._on_engines(lambda sampler: sampler.sample(number), number - 1)
         reports = self._exchange.gather_reports(None if sampled is None else sampled.report)
-        self._put_engine_to_sleep()
+        self.rest_engine()
         sequences = None if sampled is None else sampled.sequences
         self._batch = _Batch(number, reports, sequences, started, time.perf_counter())
         return float(SequenceTable.join(self._batch.tables).rewards.mean())
@@ -232,11 +234,22 @@ class RolloutSession:
 
     def evaluate(self, number: int) -> Metrics:
         """Sample the held-out prompts after ``number`` rollout batches; log and return metrics."""
+        self._wake_engine()
         own = self._on_engines(lambda sampler: sampler.sample_heldout(number), number)
         metrics = heldout_metrics(self._exchange.gather_reports(own))
         if self._log is not None:
             self._log.write("eval", number, metrics)
         return metrics
+
+    def rest_engine(self) -> None:
+        """Give the GPUs to the policy, where engine and policy share them."""
+        if not self._config.rollout.sleep or not self._engine_awake:
+            return
+        if self._sampler is not None:
+            self._sampler.engine.sleep()
+        self._engine_awake = False
+        dist.barrier()
+        self._policy.restore()
 
     def close(self) -> None:
         """End the engine of this rank and close the log. Safe to call twice."""
@@ -267,9 +280,7 @@ class RolloutSession:
                     result, waiting = work(self._sampler), False
                 except WeightsLost as error:
                     self._note(str(error))
-            lost = torch.tensor(int(waiting))
-            dist.all_reduce(lost)
-            if not lost:
+            if not self._exchange.any_rank(waiting):
                 return result
             self._bridge.update(version)
 
@@ -300,16 +311,6 @@ class RolloutSession:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(metrics, src=last, group=group)
         return metrics[0]
-
-    def _put_engine_to_sleep(self) -> None:
-        """Give the GPUs to the policy, where engine and policy share them."""
-        if not self._config.rollout.sleep:
-            return
-        if self._sampler is not None:
-            self._sampler.engine.sleep()
-        self._engine_awake = False
-        dist.barrier()
-        self._policy.restore()
 
     def _wake_engine(self) -> None:
         """Give the GPUs to the engine, where engine and policy share them."""

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from megatron.rl.rollout.client.collector import SequenceCollector
-from megatron.rl.rollout.client.worker_link import MAX_WAITING_MESSAGES, WorkerLink
 from megatron.rl.rollout.errors import RolloutDataError
 from megatron.rl.rollout.messages import sequences_from_arrays, sequences_message
 from megatron.rl.rollout.protocol import GenerationRequest, SamplingSettings
 from megatron.rl.rollout.rollouts import FinishedSequences, Rollouts
 from megatron.rl.rollout.topk_columns import TopKColumns
-from megatron.rl.rollout.wire import Channel, Message, WireClosed, WireTimeout
+from megatron.rl.rollout.wire import Channel, Message, WireClosed, WireError, WireTimeout
+from megatron.rl.rollout.worker.worker_link import MAX_WAITING_MESSAGES, WorkerLink
 
 VOCAB_SIZE = 151_936
 REQUEST = GenerationRequest.from_lists(
@@ -165,6 +165,14 @@ def test_a_reader_that_stays_away_ends_the_worker(ends):
             link.send(BIG)
     assert 0.2 <= time.monotonic() - started < 5
     with pytest.raises(WireTimeout):
+        link.flush()
+
+
+def test_an_answer_that_cannot_be_written_ends_the_worker(ends):
+    """It would wait for its own thread otherwise, and the client for an answer."""
+    link = WorkerLink(Channel(ends[0]), send_timeout_s=30)
+    link.send(Message("progress", {"no JSON": object()}))
+    with pytest.raises(WireError, match="not JSON serializable"):
         link.flush()
 
 

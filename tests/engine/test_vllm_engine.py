@@ -301,7 +301,7 @@ def test_the_worker_checks_names_for_itself(moe_engine, new_tensors):
     start = engine.generate(make_request())
     names = json_array(list(new_tensors)[:-1])
     with pytest.raises(WeightNamesError, match="missing"):
-        engine._handle.call("start_update", {}, {"names": names}, 60)
+        engine._process.handle.call("start_update", {}, {"names": names}, 60)
     assert_identical(engine.generate(make_request()), start)
 
 

@@ -2,6 +2,7 @@
 """Frames: what goes in comes out, and everything else is refused before it does harm."""
 
 import json
+import math
 import socket
 import struct
 import threading
@@ -99,6 +100,12 @@ def test_silence_times_out(ends):
         Channel(ends[1]).receive(0.05)
 
 
+@pytest.mark.parametrize("timeout_s", [1e9, math.inf])
+def test_a_timeout_may_be_longer_than_any_wait(ends, timeout_s):
+    Channel(ends[0]).send(Message("m"), timeout_s)
+    assert Channel(ends[1]).receive(timeout_s).kind == "m"
+
+
 def test_a_receiver_that_does_not_read_times_out_the_sender(ends):
     big = np.zeros(1 << 24, dtype=np.uint8)
     with pytest.raises(WireTimeout):
@@ -143,6 +150,24 @@ def test_types_that_the_format_has_not_are_refused_by_the_sender(ends, bad):
             8,
         ),
         ({"kind": "m", "fields": {}, "arrays": [{"name": "a", "shape": [1]}]}, 4),
+        ({"kind": "m", "fields": {}, "arrays": [{"name": "a", "dtype": [], "shape": [1]}]}, 4),
+        (
+            {
+                "kind": "m",
+                "fields": {},
+                "arrays": [{"name": "a", "dtype": "<i4", "shape": [0, 2**62]}],
+            },
+            0,
+        ),
+        (
+            {
+                "kind": "m",
+                "fields": {},
+                "arrays": [{"name": "a", "dtype": "<i4", "shape": [0] * 70}],
+            },
+            0,
+        ),
+        (b"[" * 100_000, 0),
         ({"kind": 3, "fields": {}, "arrays": []}, 0),
         ({"kind": "m", "fields": [], "arrays": []}, 0),
         (b"\x80\x04K\x01.", 0),  # a pickle

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.rl.rollout.client import worker_handle
 from megatron.rl.rollout.client.vllm_engine import VLLMEngine
 from megatron.rl.rollout.client.worker_handle import last_error_line
 from megatron.rl.rollout.errors import (
@@ -334,3 +335,25 @@ def test_last_error_line(tmp_path):
     assert last_error_line(str(log), len("ValueError: an earlier run\n")) == "loading"
     log.write_text("RuntimeError: " + "x" * 5000)
     assert len(last_error_line(str(log))) < 400
+
+
+def test_closing_during_a_call_ends_it_and_starts_nothing(make_engine, tmp_path, monkeypatch):
+    """What happens at the end of the interpreter, which waits for no lock of a daemon thread."""
+    monkeypatch.setattr(worker_handle, "_POLITE_EXIT_S", 0.1)
+    engine, caught = make_engine("hang"), []
+
+    def generate() -> None:
+        try:
+            engine.generate(REQUEST)
+        except EngineError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=generate, daemon=True)
+    engine.wait_ready()
+    thread.start()
+    time.sleep(0.3)
+    engine._process.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "closed" in str(caught[0])
+    assert (tmp_path / "starts").read_text() == "1"

@@ -14,6 +14,7 @@ CONFIG = {
 
 def lose_weights_twice(rank: int, world_size: int) -> tuple[str | None, list[int], int]:
     from megatron.rl.config import parse_config
+    from megatron.rl.exchange import Exchange, TopKForm
     from megatron.rl.rollout.errors import WeightsLost
     from megatron.rl.rollout_session import RolloutSession
 
@@ -37,6 +38,8 @@ def lose_weights_twice(rank: int, world_size: int) -> tuple[str | None, list[int
 
     session = RolloutSession(parse_config(CONFIG), note=lambda text: None)
     session._sampler = object()
+    layout = session._config.parallel
+    session._exchange = Exchange(session._topology, layout, TopKForm(1, 8, "fp24"))
     session._bridge = Bridge()
     result = session._on_engines(sample, version=7)
     return result, session._bridge.versions, calls

@@ -207,12 +207,12 @@ def test_every_round_trip_is_exact(checkpoints: dict[str, str], world_size: int)
 
 def two_ranks(
     rank: int, world_size: int, cases: list[tuple[str, Layout]], path: str
-) -> tuple[list[Gathered], str]:
-    return gather_cases(rank, world_size, cases), refusal_of_a_broken_model(rank, path)
+) -> tuple[list[Gathered], list[str]]:
+    return gather_cases(rank, world_size, cases), refusals_of_a_broken_model(rank, path)
 
 
-def refusal_of_a_broken_model(rank: int, path: str) -> str:
-    """Return this rank's error when rank 1's model lacks a parameter."""
+def refusals_of_a_broken_model(rank: int, path: str) -> list[str]:
+    """Return this rank's errors: rank 1's model has another type, then it lacks a parameter."""
     from megatron.rl.model.build import BuildOptions, build_model
     from megatron.rl.parallel import build_groups
     from megatron.rl.weights.gather import gather_hf_tensors
@@ -221,30 +221,38 @@ def refusal_of_a_broken_model(rank: int, path: str) -> str:
     layout, architecture = ParallelConfig(pipeline=2), read_architecture(path)
     build_groups(layout, seed=1)
     (chunk,) = build_model(architecture, layout, BuildOptions())
+    plan = plan_weights(architecture, layout, "local")
+    errors = []
+
+    def gather() -> None:
+        with pytest.raises(WeightPlanError) as caught:
+            next(gather_hf_tensors([chunk], plan), None)
+        errors.append(str(caught.value))
+
+    if rank == 1:
+        chunk.bfloat16()
+    gather()
     if rank == 1:
         del chunk.decoder.layers[0].mlp.linear_fc2.weight
-    plan = plan_weights(architecture, layout, "local")
-    try:
-        next(gather_hf_tensors([chunk], plan), None)
-    except WeightPlanError as error:
-        return str(error)
-    return "nothing was refused"
+    gather()
+    return errors
 
 
 @pytest.fixture(scope="module")
-def two_rank_results(checkpoints: dict[str, str]) -> list[tuple[list[Gathered], str]]:
+def two_rank_results(checkpoints: dict[str, str]) -> list[tuple[list[Gathered], list[str]]]:
     where = [(checkpoints[model], layout) for model, layout in TWO_RANKS]
     return run_ranks(two_ranks, 2, where, checkpoints["qwen3"])
 
 
 def test_round_trip_is_exact(
-    checkpoints: dict[str, str], two_rank_results: list[tuple[list[Gathered], str]]
+    checkpoints: dict[str, str], two_rank_results: list[tuple[list[Gathered], list[str]]]
 ) -> None:
     _assert_round_trips(checkpoints, TWO_RANKS, [gathered for gathered, _ in two_rank_results])
 
 
 def test_every_rank_refuses_when_one_has_another_model(
-    two_rank_results: list[tuple[list[Gathered], str]],
+    two_rank_results: list[tuple[list[Gathered], list[str]]],
 ) -> None:
-    for _, error in two_rank_results:
-        assert "rank 1" in error and "layers.0.mlp.linear_fc2.weight" in error
+    for _, (another_type, another_model) in two_rank_results:
+        assert "['torch.bfloat16', 'torch.float32']" in another_type
+        assert "rank 1" in another_model and "layers.0.mlp.linear_fc2.weight" in another_model

@@ -179,6 +179,14 @@ def test_only_the_newest_batches_are_kept(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.parquet"))) == 4
 
 
+def test_files_of_more_engines_than_wrote_the_batch_are_left_out(tmp_path: Path) -> None:
+    """A run that went on with one engine instead of two wrote the batch again."""
+    write_two_engines(tmp_path)
+    again = make_record(5)
+    RecordWriter(tmp_path).write(again)
+    assert_same(RecordFolder(tmp_path).batch("train", 1), again)
+
+
 def test_a_missing_file_of_a_batch_is_missed(tmp_path: Path) -> None:
     write_two_engines(tmp_path)
     (tmp_path / "train-000001-engine1.parquet").unlink()

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP to a server that misbehaves: redirects, closed connections, silence, errors."""
 
+import http.client
+import io
 import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +49,19 @@ class Handler(BaseHTTPRequestHandler):
         if action == "close_after":
             self.close_connection = True  # without telling the client
             return self.answer(200, {"count": len(self.seen)})
+        if action == "half":
+            # The whole status line and half of the body, then a reset.
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"half")
+            self.close_connection = True
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            time.sleep(0.1)
+            self.connection.close()
+            self.wfile = io.BytesIO()
+            return None
         if action == "hang_up":
             self.close_connection = True
             return None
@@ -130,6 +147,26 @@ def test_a_kept_connection_that_was_closed_is_opened_again(client: ServerClient)
     assert client.post_again("/ok", {}, 5) == {"count": 3}
     client.close_kept()
     assert client.post_again("/ok", {}, 5) == {"count": 4}
+
+
+def test_an_answer_that_breaks_off_is_not_asked_for_again(client: ServerClient) -> None:
+    assert client.post_again("/ok", {}, 5) == {"count": 1}  # a kept connection
+    with pytest.raises(EngineDied, match="/half"):
+        client.post_again("/half", {}, 5)
+    assert [seen for seen, _ in Handler.seen] == ["/ok", "/half"]
+
+
+def test_a_peer_that_the_system_gives_up_on(
+    client: ServerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keep-alive probes that stay unanswered raise TimeoutError where no timeout was set."""
+
+    def give_up(self: http.client.HTTPConnection) -> None:
+        raise TimeoutError("Connection timed out")
+
+    monkeypatch.setattr(http.client.HTTPConnection, "getresponse", give_up)
+    with pytest.raises(EngineDied, match="Connection timed out"):
+        client.post_again("/ok", {}, None)
 
 
 def test_silence(client: ServerClient) -> None:

@@ -97,6 +97,13 @@ def test_user_information_is_refused_and_not_repeated(url: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+def test_a_query_is_not_repeated() -> None:
+    with pytest.raises(EngineConfigError, match="a query") as caught:
+        parse_server_url("http://127.0.0.1:8000/v1?api_key=hunter2", allow_remote=False)
+    assert "hunter2" not in str(caught.value)
+    assert "http://127.0.0.1:8000/v1" in str(caught.value)
+
+
 def test_a_malformed_url_with_a_password_is_not_repeated() -> None:
     with pytest.raises(EngineConfigError) as caught:
         parse_server_url("http://me:hunter 2@127.0.0.1", allow_remote=True)

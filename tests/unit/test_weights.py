@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.rl.errors import UserError
@@ -148,6 +149,13 @@ def test_checkpoint_is_written_in_shards_that_read_back(
         assert torch.equal(part, tensors[name][1:3, 8:40])
         norm = read.read_part("model.norm.weight", Rectangle(0, 1, 8, 40))
         assert torch.equal(norm, tensors["model.norm.weight"][8:40])
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    folder = checkpoints.write_checkpoint(tmp_path / "twice", checkpoints.QWEN3)
+    save_file({"model.norm.weight": torch.zeros(64)}, folder / "old.safetensors")
+    with pytest.raises(UserError, match=r"model\.norm\.weight is in two of .*twice"):
+        HFTensors(folder)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron.rl.parallel import ParallelConfig
 from megatron.rl.policy.head import PolicyHead, TokenRecord
 from megatron.rl.policy.offload import TrainingMemory
 from megatron.rl.policy.step import forward_backward
-from megatron.rl.weights.gather import Allocate, gather_hf_tensors
+from megatron.rl.weights.gather import BUCKET_BYTES, Allocate, gather_hf_tensors
 from megatron.rl.weights.plan import plan_weights
 
 
@@ -78,6 +78,7 @@ class TrainedModel:
         destinations: Sequence[int] = (0,),
         ranks_per_node: int | None = None,
         allocate: Allocate | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under their Hugging Face names on the destinations.
 
@@ -90,6 +91,7 @@ class TrainedModel:
             destinations=destinations,
             ranks_per_node=ranks_per_node,
             allocate=allocate,
+            bucket_bytes=bucket_bytes,
         )
 
     def _finish_parameter_gather(self) -> None:

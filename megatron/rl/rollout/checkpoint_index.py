@@ -37,6 +37,8 @@ SAFETENSORS_DTYPES: Mapping[str, str] = {
     "bool": "BOOL",
 }
 _TORCH_NAMES: Mapping[str, str] = {word: name for name, word in SAFETENSORS_DTYPES.items()}
+# Of the scales of a weight in block FP8, behind the weight's own name.
+SCALE_SUFFIX = "_scale_inv"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 1 << 30
 _NAMES_SHOWN = 4
@@ -110,7 +112,7 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
             found = _read_torch_header(file)
         twice = tensors.keys() & found.keys()
         if twice:
-            raise EngineConfigError(f"{path} holds {_some(twice)} in two files; keep one")
+            raise EngineConfigError(f"{path} holds {some_names(twice)} in two files; keep one")
         tensors.update(found)
     text_config = config.get("text_config") or config
     vocab_size = text_config.get("vocab_size")
@@ -145,12 +147,12 @@ def check_names(names: Iterable[str], index: CheckpointIndex, *, complete: bool 
     if unknown:
         raise WeightNamesError(
             f"{len(unknown)} tensor(s) of the update are not in the engine's checkpoint: "
-            f"{_some(unknown)}. Use the checkpoint's own names; nothing was loaded"
+            f"{some_names(unknown)}. Use the checkpoint's own names; nothing was loaded"
         )
     if len(given) != len(listed):
         twice = [name for name, count in Counter(listed).items() if count > 1]
         raise WeightNamesError(
-            f"{_some(twice)} occurs twice in the update; every tensor is sent exactly once. "
+            f"{some_names(twice)} occurs twice in the update; every tensor is sent exactly once. "
             "Nothing was loaded"
         )
     if not complete:
@@ -159,7 +161,7 @@ def check_names(names: Iterable[str], index: CheckpointIndex, *, complete: bool 
     if missing:
         raise WeightNamesError(
             f"{len(missing)} of the checkpoint's {len(index.tensors)} tensors are missing from "
-            f"the update: {_some(missing)}. An update replaces all weights; nothing was loaded"
+            f"the update: {some_names(missing)}. An update replaces all weights; nothing was loaded"
         )
 
 
@@ -199,7 +201,7 @@ def _weight_files(path: Path) -> list[Path]:
             absent = [name for name in names if not (path / name).is_file()]
             if absent:
                 raise EngineConfigError(
-                    f"{path} lacks {_some(absent)}, which {index_name} lists: the download or "
+                    f"{path} lacks {some_names(absent)}, which {index_name} lists: the download or "
                     "export is incomplete"
                 )
             return [path / name for name in names]
@@ -214,7 +216,7 @@ def _weight_files(path: Path) -> list[Path]:
             return files
     raise EngineConfigError(
         f"{path} has no weights: expected *.safetensors or *.bin beside config.json, found "
-        f"{_some(sorted(os.listdir(path))) or 'nothing'}. Download or export the weights first"
+        f"{some_names(sorted(os.listdir(path))) or 'nothing'}. Download or export the weights first"
     )
 
 
@@ -233,7 +235,7 @@ def _optional_names(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
     return frozenset(optional)
 
 
-def _some(names: Any) -> str:
+def some_names(names: Any) -> str:
     """The first few names, and how many more there are."""
     listed = sorted(names)
     more = len(listed) - _NAMES_SHOWN

@@ -80,9 +80,9 @@ class ReplayEngine:
                 f"{self._version}",
             )
         self._left[purpose].pop(0)
-        if on_finished is not None:
-            index = np.arange(rollouts.num_sequences, dtype=np.int64)
-            on_finished(FinishedSequences(index, rollouts))
+        ended = np.flatnonzero(~rollouts.aborted)
+        if on_finished is not None and len(ended):
+            on_finished(FinishedSequences(ended, rollouts.select(ended)))
         return rollouts
 
     def abort(self) -> None:

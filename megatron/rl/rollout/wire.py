@@ -28,6 +28,8 @@ MAX_HEADER_BYTES = 1 << 20
 # Rollouts travel in parts of a few MiB; this is far above the longest sequence's and below any
 # nonsense length.
 MAX_PAYLOAD_BYTES = 1 << 32
+# What poll() takes at most; a longer time, or an endless one, is waited for in vain anyway.
+_MAX_POLL_MS = (1 << 31) - 1
 
 if sys.byteorder != "little":  # pragma: no cover - no supported machine is big-endian
     raise ImportError("megatron.rl.rollout.wire writes little-endian arrays without swapping")
@@ -122,7 +124,12 @@ class Channel:
         kind, fields, specs = _parse_header(bytes(header), payload_bytes)
         arrays: dict[str, NDArray[Any]] = {}
         for name, dtype, shape in specs:
-            array = np.empty(shape, dtype=dtype)
+            try:
+                array = np.empty(shape, dtype=dtype)
+            except ValueError as error:  # no bytes, but too many dimensions or too large a size
+                raise WireFormatError(
+                    f"array {name!r} cannot be of shape {shape}: {error}"
+                ) from None
             if array.nbytes:
                 view = memoryview(array.reshape(-1).view(np.uint8))
                 self._receive_into(view, timeout_s, frame_started=True)
@@ -176,7 +183,7 @@ class Channel:
             poll.register(self._sock.fileno(), event)
         except ValueError as error:  # closed on this side, by another thread
             raise WireClosed(f"this end is closed ({error})") from None
-        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+        return bool(poll.poll(None if timeout_s is None else min(timeout_s * 1000, _MAX_POLL_MS)))
 
 
 def _contiguous(name: str, array: NDArray[Any]) -> NDArray[Any]:
@@ -195,13 +202,13 @@ def _parse_header(
         header = json.loads(raw)
         kind, fields, entries = header["kind"], header["fields"], header["arrays"]
         specs = [(entry["name"], entry["dtype"], tuple(entry["shape"])) for entry in entries]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireFormatError(f"unreadable frame header: {error!r}") from None
     if not isinstance(kind, str) or not isinstance(fields, dict):
         raise WireFormatError("a frame header needs a text `kind` and an object `fields`")
     total = 0
     for name, dtype, shape in specs:
-        if not isinstance(name, str) or dtype not in ALLOWED_DTYPES:
+        if not (isinstance(name, str) and isinstance(dtype, str) and dtype in ALLOWED_DTYPES):
             raise WireFormatError(
                 f"array {name!r} has dtype {dtype!r}; a frame carries {sorted(ALLOWED_DTYPES)}"
             )

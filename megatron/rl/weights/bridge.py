@@ -2,13 +2,18 @@
 """The bridge from the policy to the rollout engines: every update is sent, and proven."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from megatron.rl.config import Config
 from megatron.rl.policy.trained_model import TrainedModel
-from megatron.rl.rollout.protocol import RolloutEngine
+from megatron.rl.rollout.errors import WeightsLost
+from megatron.rl.rollout.protocol import RolloutEngine, WeightsReport
 from megatron.rl.rollout.topology import Topology
 from megatron.rl.weights.certificate import (
     DEFAULT_TOLERANCE,
@@ -17,7 +22,6 @@ from megatron.rl.weights.certificate import (
     default_tolerance,
     require_match,
 )
-from megatron.rl.weights.names import hf_shapes
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,18 @@ class BridgeReport:
         return metrics
 
 
+EngineScores = dict[int, Sequence[NDArray[np.float32]]]
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """An update on this rank: what its engine reported, when, and the probe's scores."""
+
+    report: WeightsReport | None
+    sent: float
+    scores: EngineScores
+
+
 class WeightBridge:
     """Gives the policy's weights to every engine. Every rank holds one; updates are collective.
 
@@ -80,7 +96,6 @@ class WeightBridge:
         self._policy = policy
         self._topology = topology
         self._engine = engine
-        self._shapes = hf_shapes(policy.architecture)
         bridge = config.bridge
         self._probe: Probe | None = None
         self._last_probe: ProbeResult | None = None
@@ -96,29 +111,26 @@ class WeightBridge:
     def update(self, version: int) -> BridgeReport:
         """Send the weights as ``version`` and prove that they arrived.
 
+        All of it is repeated, by all ranks, when an engine was replaced meanwhile that cannot be
+        given them again by its owner alone; how often is limited by ``rollout.max_restarts``.
+
         Raises:
             WeightNamesError: what was gathered is not the engine's checkpoint; nothing was sent.
             WeightsMismatch: an engine holds something else than was sent, or than the policy.
         """
         started = time.perf_counter()
-        engine = self._engine
-        tensors = self._policy.hf_tensors(
-            destinations=self._topology.owners,
-            ranks_per_node=self._topology.ranks_per_node,
-            allocate=engine.weight_slot if engine is not None else None,
-        )
-        report = None
-        if engine is not None:
-            shapes = {tensor.name: tensor.shape for tensor in self._policy.plan.tensors}
-            report = engine.update_weights(tensors, version, shapes)
-        for _ in tensors:  # ranks without an engine only take part in the gathering
-            pass
-        sent = time.perf_counter()
-        probe = self._check(version)
+        while True:
+            attempt = self._attempt(version)
+            lost = torch.tensor(int(attempt is None))
+            dist.all_reduce(lost)
+            if attempt is not None and not lost:
+                break
+        report = attempt.report
+        probe = self._compare(attempt.scores, version)
         return BridgeReport(
             version=version,
-            seconds=sent - started,
-            probe_seconds=time.perf_counter() - sent,
+            seconds=attempt.sent - started,
+            probe_seconds=time.perf_counter() - attempt.sent,
             nbytes=report.nbytes if report is not None else 0,
             digests_compared=report.digests_compared if report is not None else 0,
             digests_unmapped=len(report.digests_unmapped) if report is not None else 0,
@@ -130,15 +142,40 @@ class WeightBridge:
 
         Collective. FP8 rollouts begin with an update instead: engines start from BF16 weights.
         """
-        return self._check(version=0)
+        return self._compare(self._scores(), version=0)
 
-    def _check(self, version: int) -> ProbeResult | None:
+    def _attempt(self, version: int) -> _Attempt | None:
+        """Send all tensors and score the probe; None where this rank's engine lost them."""
+        engine = self._engine
+        tensors = self._policy.hf_tensors(
+            destinations=self._topology.owners,
+            ranks_per_node=self._topology.ranks_per_node,
+            allocate=engine.weight_slot if engine is not None else None,
+            bucket_bytes=self._config.bridge.bucket_mib << 20,
+        )
+        report = None
+        try:
+            if engine is not None:
+                shapes = {tensor.name: tensor.shape for tensor in self._policy.plan.tensors}
+                report = engine.update_weights(tensors, version, shapes)
+            for _ in tensors:  # ranks without an engine only take part in the gathering
+                pass
+            return _Attempt(report, time.perf_counter(), self._scores())
+        except WeightsLost:
+            for _ in tensors:
+                pass
+            return None
+
+    def _scores(self) -> EngineScores:
+        """What the engine of this rank says of the probe, by its number."""
+        place = self._topology.engine_of(dist.get_rank())
+        if self._probe is None or self._engine is None or place is None:
+            return {}
+        return {place.number: self._engine.score(self._probe.sequences)}
+
+    def _compare(self, scores: EngineScores, version: int) -> ProbeResult | None:
         if self._probe is None:
             return None
-        scores = {}
-        place = self._topology.engine_of(dist.get_rank())
-        if self._engine is not None and place is not None:
-            scores[place.number] = self._engine.score(self._probe.sequences)
         result = self._probe.compare(scores)
         require_match(result, self._tolerance(), version)
         self._last_probe = result

@@ -69,8 +69,7 @@ class Probe:
         self._layout = layout
         self._engines = engines
         vocab_size = policy.architecture.vocab_size
-        generator = np.random.default_rng(PROBE_SEED)
-        self._tokens = generator.integers(0, vocab_size, (sequences, tokens)).astype(np.int32)
+        self._tokens = probe_tokens(sequences, tokens, vocab_size)
         # No mask and zero advantages: the pass is there for its log-probs only.
         self._head = FusedHead(PolicyLossConfig(mask="none"), vocab_size, temperature=1.0)
 
@@ -169,6 +168,12 @@ class Probe:
         )
 
 
+def probe_tokens(sequences: int, tokens: int, vocab_size: int) -> NDArray[np.int32]:
+    """Return the probe's random sequences ``[sequences, tokens]``, the same in every run."""
+    generator = np.random.default_rng(PROBE_SEED)
+    return generator.integers(0, vocab_size, (sequences, tokens)).astype(np.int32)
+
+
 def default_tolerance(precision: str, last: ProbeResult | None) -> float:
     """Return the largest mean deviation to accept, given that of the last update, if any."""
     tolerance = DEFAULT_TOLERANCE[precision]
@@ -181,8 +186,8 @@ def require_match(result: ProbeResult, tolerance: float, version: int) -> None:
     """Raise WeightsMismatch when the probe's mean deviation exceeds the tolerance, or is NaN."""
     if not result.mean <= tolerance:
         raise WeightsMismatch(
-            f"after the update to version {version}, engine {result.worst_engine} and the policy "
-            f"disagree: mean |log-prob difference| {result.mean:.3g} nats (max {result.max:.3g}) "
+            f"engine {result.worst_engine} and the policy disagree about the weights of version "
+            f"{version}: mean |log-prob difference| {result.mean:.3g} nats (max {result.max:.3g}) "
             f"over {result.tokens} fixed tokens, expected at most {tolerance:.3g}. The engine does "
             "not hold the policy's weights; if its precision explains it, set "
             "bridge.probe_tolerance"

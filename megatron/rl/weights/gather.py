@@ -9,6 +9,7 @@ each destination; the messages of the next bucket are under way while the curren
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,10 +55,14 @@ def gather_hf_tensors(
 
     Raises:
         WeightPlanError: on every rank, before anything is sent: some rank's model is not the
-            plan's.
+            plan's, or not all values are of one type.
     """
     values = _checked_values(chunks, plan, value)
     like = next(iter(values.values()))
+    if like.is_cuda:
+        # Under NCCL the first point-to-point batch of a group needs all of its ranks (see
+        # torch.distributed.batch_isend_irecv), and here a rank may have nothing to send.
+        dist.all_reduce(like.new_zeros(1))
     steps = _steps(
         plan,
         tuple(destinations),
@@ -85,7 +90,8 @@ def _checked_values(
 ) -> _Values:
     """Return what to gather of each parameter, by chunk and name; the ranks agree that it is right.
 
-    A rank that raised alone would leave the others waiting for its messages.
+    A rank that raised alone would leave the others waiting for its messages, and one with values of
+    another type would send them messages of another size.
     """
     problem: str | None = None
     values: dict[tuple[int, str], Tensor] = {}
@@ -96,16 +102,16 @@ def _checked_values(
             for number, chunk in enumerate(chunks)
             for name, parameter in chunk.named_parameters()
         }
-        dtypes = {tensor.dtype for tensor in values.values()}
-        if len(dtypes) > 1:
-            problem = f"expected values of one type, got {sorted(map(str, dtypes))}"
     except WeightPlanError as error:
         problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for problem in problems:
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (problem, {str(value.dtype) for value in values.values()}))
+    for problem, _ in reports:
         if problem is not None:
             raise WeightPlanError(problem)
+    dtypes = set[str]().union(*(of_rank for _, of_rank in reports))
+    if len(dtypes) > 1:
+        raise WeightPlanError(f"expected values of one type on all ranks, got {sorted(dtypes)}")
     return values
 
 

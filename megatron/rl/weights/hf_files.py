@@ -26,7 +26,7 @@ class HFTensors:
     Use as a context manager.
 
     Raises:
-        UserError: the folder holds no ``*.safetensors`` file.
+        UserError: the folder holds no ``*.safetensors`` file, or a tensor in two of them.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -41,6 +41,11 @@ class HFTensors:
         for path in paths:
             handle = safe_open(path, framework="pt")
             self._files.append(handle)
+            if twice := self._owner.keys() & handle.keys():
+                raise UserError(
+                    f"model.path: {min(twice)} is in two of the *.safetensors files in "
+                    f"{self.folder}; remove those that are not part of the model"
+                )
             self._owner |= dict.fromkeys(handle.keys(), handle)
 
     def names(self) -> set[str]:
@@ -92,9 +97,7 @@ def write_checkpoint(
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for path in copy_from.iterdir():
-        if path.is_file() and "safetensors" not in path.name and path.suffix not in (".bin", ".pt"):
-            shutil.copy2(path, partial / path.name)
+    copy_other_files(copy_from, partial)
     if config is not None:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     try:
@@ -104,6 +107,14 @@ def write_checkpoint(
         raise
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+def copy_other_files(source: Path, folder: Path) -> None:
+    """Copy what a checkpoint has beside its weights, unless the folder has a file of that name."""
+    for path in source.iterdir():
+        weights = "safetensors" in path.name or path.suffix in (".bin", ".pt")
+        if path.is_file() and not weights and not (folder / path.name).exists():
+            shutil.copy2(path, folder / path.name)
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, int]]:

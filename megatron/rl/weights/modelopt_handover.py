@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.rl.errors import UserError
 from megatron.rl.weights.export import check_destination, read_config
+from megatron.rl.weights.hf_files import copy_other_files
 
 SCRIPT = Path(__file__).with_name("modelopt_export.py")
 
@@ -80,7 +81,7 @@ def export_with_modelopt(
             [python, "-I", str(SCRIPT), *arguments],
             out.with_name(out.name + ".modelopt.log"),
         )
-        _copy_missing_files(checkpoint, partial)
+        copy_other_files(checkpoint, partial)  # the tokenizer and the like
         shutil.rmtree(out, ignore_errors=True)
         partial.rename(out)
     finally:
@@ -104,11 +105,3 @@ def _run(command: list[str], log: Path) -> None:
         log.unlink()
         raise UserError(last.removeprefix("error: "))
     raise ModeloptFailed(f"nvidia-modelopt failed with exit code {code}: {last}; see {log}")
-
-
-def _copy_missing_files(checkpoint: Path, folder: Path) -> None:
-    """Add the tokenizer and the like, which modelopt does not write."""
-    for path in checkpoint.iterdir():
-        unwanted = "safetensors" in path.name or path.suffix in (".bin", ".pt")
-        if path.is_file() and not unwanted and not (folder / path.name).exists():
-            shutil.copy2(path, folder / path.name)

@@ -6,16 +6,11 @@ process dies or hangs it is replaced, the last weights are sent again, and the r
 again: with a seed, the answer is the same as if nothing had happened.
 """
 
-import atexit
-import contextlib
-import os
-import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,16 +34,13 @@ from .collector import SequenceCollector
 from .engine_config import (
     VLLMEngineConfig,
     check_model,
-    llm_arguments,
-    worker_environment,
     worker_python,
 )
+from .engine_process import EngineProcess
 from .worker_handle import EngineInfo, WorkerHandle
 
 if TYPE_CHECKING:
     import torch
-
-_Result = TypeVar("_Result")
 
 __all__ = ["VLLMEngine", "VLLMEngineConfig"]
 
@@ -77,51 +69,44 @@ class VLLMEngine:
         self._limits = EngineLimits(
             config.top_logprobs, config.max_model_len, self._index.vocab_size
         )
-        self._on_event = on_event or (lambda text: None)
         self._on_progress = on_progress
         self._lock = threading.RLock()
-        self._handle: WorkerHandle | None = None
         self._weights = WeightUpdates(config, self._index)
+        self._process = EngineProcess(
+            config, self._weights, lambda: self._worker_command(), on_event or (lambda text: None)
+        )
         self._abort_requested = threading.Event()
         self._generating = False
         self._running: int | None = None  # the number of the `generate` that the process works on
-        self._restarts = 0
-        self._sleeping = False
-        self._was_ready = False
-        self._given_up: EngineDied | None = None
-        self._closed = False
-        self._keep_log = False  # set once an error has named it
-        self._owner_pid = os.getpid()
-        self._log_path = config.log_path or _default_log_path()
+        self._asleep: WorkerHandle | None = None  # a process that replaced it is awake
 
     @property
     def log_path(self) -> str:
         """Where everything that the engine process prints goes."""
-        return self._log_path
+        return self._process.log_path
 
     @property
     def restarts(self) -> int:
         """How often the process was replaced in this run."""
-        return self._restarts
+        return self._process.restarts
 
     @property
     def pid(self) -> int | None:
         """Process id of the running engine."""
-        return None if self._handle is None else self._handle.pid
+        return None if self._process.handle is None else self._process.handle.pid
 
     def start(self) -> None:
         """Start the process and return at once, so that the trainer can build its model."""
         with self._lock:
-            self._check_usable()
-            if self._handle is None:
-                self._launch()
+            self._process.start()
 
     def wait_ready(self) -> EngineInfo:
         """Block until the engine can generate; returns its limits.
 
         Raises EngineStartError, or EngineConfigError for a setting that vLLM refuses.
         """
-        return self._run("start", self._info_of)
+        with self._lock:
+            return self._process.run("start", _info_of)
 
     def generate(
         self, request: GenerationRequest, on_finished: OnFinished | None = None
@@ -158,8 +143,8 @@ class VLLMEngine:
                     self._abort_running(handle)
 
             self._weights.require()
-            if self._abort_requested.is_set():
-                return 0.0
+            if problems or self._abort_requested.is_set():
+                return 0.0  # the process died meanwhile: there is nothing to repeat
             limit_s = self._config.stall_timeout_s
             fields, arrays = request_fields(request), request_arrays(request)
             self._running = running = handle.post("generate", fields, arrays, limit_s)
@@ -171,7 +156,7 @@ class VLLMEngine:
                 self._running = None
             return float(answer.fields["generation_s"])
 
-        seconds = self._run("generate", operation)
+        seconds = self._process.run("generate", operation)
         if problems:
             raise problems[0]
         if self._abort_requested.is_set():
@@ -179,7 +164,7 @@ class VLLMEngine:
         if collector.missing():
             raise EngineError(
                 f"the engine left out {collector.missing()} of {request.num_sequences} sequences; "
-                f"see its log {self._log_path}"
+                f"see its log {self._process.log_path}"
             )
         return collector.rollouts(seconds)
 
@@ -187,7 +172,7 @@ class VLLMEngine:
         """Have a running `generate` return what there is; see `RolloutEngine`."""
         if self._generating:
             self._abort_requested.set()
-            self._abort_running(self._handle)
+            self._abort_running(self._process.handle)
 
     def _abort_running(self, handle: WorkerHandle | None) -> None:
         running = self._running
@@ -209,14 +194,14 @@ class VLLMEngine:
         if version < 0:
             raise EngineRequestError(f"a policy version must be >= 0, got {version}")
         with self._lock:
-            self._check_usable()
+            self._process.check_usable()
             self._check_idle("update_weights")
             started = time.monotonic()
             buckets = self._weights.pack(tensors, shapes, self._dtype())
             if isinstance(tensors, Mapping) or shapes is not None:
                 self._stream(buckets, version)
             self._weights.complete(version)
-            self._run("update_weights", lambda handle: None)
+            self._process.run("update_weights", lambda handle: None)
             return self._weights.report(time.monotonic() - started)
 
     def weight_slot(self, name: str, shape: Sequence[int]) -> "torch.Tensor | None":
@@ -236,7 +221,7 @@ class VLLMEngine:
 
         with self._lock:
             self._check_idle("score")
-            log_probs = self._run("score", operation)
+            log_probs = self._process.run("score", operation)
         ends = (offsets - np.arange(len(offsets)))[1:-1]  # one log-prob less than tokens, each
         return np.split(log_probs, ends)
 
@@ -254,40 +239,32 @@ class VLLMEngine:
 
         def operation(handle: WorkerHandle) -> None:
             handle.call("sleep", {}, {}, self._config.stall_timeout_s)
-            self._sleeping = True
+            self._asleep = handle
 
         with self._lock:
             self._check_idle("sleep")
             if not self._sleeping:
-                self._run("sleep", operation)
+                self._process.run("sleep", operation)
 
     def wake(self) -> None:
         """Take the memory back, with the weights from before and an empty cache."""
 
         def operation(handle: WorkerHandle) -> None:
-            if self._sleeping:  # a process that was replaced meanwhile is awake
+            if self._asleep is handle:
                 handle.call("wake", {}, {}, self._config.stall_timeout_s)
-                self._sleeping = False
+            self._asleep = None
 
         with self._lock:
             self._check_idle("wake")
             if self._sleeping:
-                self._run("wake", operation)
+                self._process.run("wake", operation)
 
     def close(self) -> None:
         """End the process and whatever it started. Safe to call twice, and after failures."""
-        if os.getpid() != self._owner_pid:
+        if self._process.is_inherited:
             return  # a forked child of the trainer must not end its parent's engine
         with self._lock:
-            self._closed = True
-            atexit.unregister(self.close)
-            if self._handle is not None:
-                self._handle.stop()
-                self._handle = None
-            if self._config.log_path is None and not self._keep_log:
-                with contextlib.suppress(OSError):
-                    os.remove(self._log_path)
-            self._weights.close()
+            self._process.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -305,53 +282,15 @@ class VLLMEngine:
         # -P: a file in the current folder may not stand in for one of vLLM's modules.
         return [worker_python(self._config), "-P", "-m", "megatron.rl.rollout.worker.process"]
 
-    def _launch(self) -> None:
-        atexit.register(self.close)
-        self._handle = WorkerHandle(
-            self._worker_command(),
-            worker_environment(self._config) | self._weights.engine_environment(),
-            {
-                "llm_arguments": llm_arguments(self._config) | self._weights.engine_arguments(),
-                "device": self._config.device,
-            },
-            self._log_path,
-        )
-        self._weights.process_started()
-        self._sleeping = False
-        self._on_event(f"rollout engine: started process {self._handle.pid}")
-
-    def _ready_handle(self) -> WorkerHandle:
-        """The process, up, within its limits, and with the last weights loaded."""
-        handle = self._started_handle()
-        self._weights.give(handle)
-        return handle
-
-    def _started_handle(self) -> WorkerHandle:
-        """The process, up and within its limits."""
-        if self._handle is None:
-            self._launch()
-        handle = self._handle
-        assert handle is not None
-        first_time = handle.info is None
-        info = handle.wait_ready(
-            self._config.start_timeout_s, lambda stage: self._on_event(f"rollout engine: {stage}")
-        )
-        if first_time:
-            self._check_limits(info)
-            self._weights.check_engine(info)
-            self._on_event(f"rollout engine: ready after {info.start_s:.1f} s")
-        self._was_ready = True
-        return handle
-
     def _stream(self, buckets: Iterator[Bucket], version: int) -> None:
         """Send each bucket as soon as it is packed.
 
         When the process dies the rest is packed all the same, for the process that replaces it.
         """
         try:
-            self._weights.stream(self._started_handle(), buckets, version)
+            self._weights.stream(self._process.started(), buckets, version)
         except (EngineDied, EngineTimeout, EngineStartError, EngineConfigError) as error:
-            self._failed("update_weights", error)
+            self._process.failed("update_weights", error)
             for _ in buckets:
                 pass
             if not self._weights.keeps_weights:
@@ -360,91 +299,25 @@ class VLLMEngine:
                     "which keeps no copy of the weights: update again"
                 ) from error
         except BaseException:
-            self._discard_mixture()
+            self._process.discard_mixture()
             raise
 
     def _dtype(self) -> str:
         """The engine's type, in torch's words."""
         return self.wait_ready().dtype if self._config.dtype == "auto" else self._config.dtype
 
-    def _run(self, what: str, operation: Callable[[WorkerHandle], _Result]) -> _Result:
-        """Run `operation` on a ready process; replace the process while restarts are left."""
-        with self._lock:
-            self._check_usable()
-            while True:
-                try:
-                    return operation(self._ready_handle())
-                except (EngineDied, EngineTimeout, EngineStartError, EngineConfigError) as error:
-                    self._failed(what, error)
-                except EngineError:
-                    self._discard_mixture()
-                    raise  # a refusal: the process is as good as before
-                except BaseException:
-                    # Interrupted half-way: the answer would arrive in the middle of the next
-                    # request. The next one starts a fresh process; this is no failure.
-                    self._discard()
-                    raise
-
-    def _failed(self, what: str, error: EngineError) -> None:
-        """Discard the process and count its replacement; raise when there is to be none."""
-        self._keep_log = True
-        self._discard()
-        at_start = isinstance(error, (EngineStartError, EngineConfigError))
-        if at_start and not self._was_ready:
-            raise error  # a wrong setting or machine: starting again would fail again
-        self._count_restart(what, error)
-
-    def _count_restart(self, what: str, error: EngineError) -> None:
-        if self._restarts >= self._config.max_restarts:
-            self._given_up = EngineDied(
-                f"rollout engine given up during {what} after {self._restarts} restart(s) of "
-                f"max_restarts={self._config.max_restarts}: {error}"
-            )
-            raise self._given_up from error
-        self._restarts += 1
-        self._on_event(
-            f"rollout engine: restart {self._restarts} of {self._config.max_restarts} during "
-            f"{what}: {error}"
-        )
-
-    def _discard(self) -> None:
-        handle, self._handle = self._handle, None
-        self._weights.process_started()
-        if handle is not None:
-            handle.kill()
-
-    def _discard_mixture(self) -> None:
-        """End a process that stopped between old and new weights."""
-        if self._weights.mixed:
-            self._discard()
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise EngineError("this rollout engine was closed; make a new one")
-        if self._given_up is not None:
-            raise EngineDied(str(self._given_up))
-
-    def _info_of(self, handle: WorkerHandle) -> EngineInfo:
-        assert handle.info is not None
-        return handle.info
-
-    def _check_limits(self, info: EngineInfo) -> None:
-        wanted = self._config.top_logprobs
-        # vLLM writes "no limit" as -1; K beyond the vocabulary would fail at the first token.
-        limit = info.vocab_size if info.max_logprobs < 0 else info.max_logprobs
-        limit = min(limit, info.vocab_size)
-        if wanted > limit:
-            raise EngineConfigError(
-                f"top_logprobs={wanted} is above this engine's limit of {limit}: lower top_logprobs"
-            )
-
     def _check_version(self, rollouts: Rollouts) -> None:
         wrong = rollouts.policy_versions[rollouts.policy_versions != self._weights.version]
         if len(wrong):
             raise EngineError(
                 f"the engine answered with tokens of version {wrong[0]}, expected "
-                f"{self._weights.version}; see its log {self._log_path}"
+                f"{self._weights.version}; see its log {self._process.log_path}"
             )
+
+    @property
+    def _sleeping(self) -> bool:
+        """A process that was replaced meanwhile is awake."""
+        return self._asleep is not None and self._asleep is self._process.handle
 
     def _check_idle(self, what: str) -> None:
         """Calls from other threads take turns; one from a callback of `generate` cannot.
@@ -457,5 +330,6 @@ class VLLMEngine:
             raise EngineError(f"{what} was called from a callback of generate, which still runs")
 
 
-def _default_log_path() -> str:
-    return os.path.join(tempfile.gettempdir(), f"rollout-engine-{secrets.token_hex(8)}.log")
+def _info_of(handle: WorkerHandle) -> EngineInfo:
+    assert handle.info is not None
+    return handle.info

@@ -237,7 +237,7 @@ class WorkerHandle:
     def stop(self) -> None:
         """Ask the process to end, then insist. Afterwards nothing of it is left."""
         if self._channel is not None and self.info is not None and not self._exited.is_set():
-            with contextlib.suppress(WireError):
+            with contextlib.suppress(WireError), self._send_lock:
                 self._channel.send(Message("shutdown", {"id": next(self._ids)}), _TERMINATE_S)
                 self._exited.wait(_POLITE_EXIT_S)
         if not self._exited.is_set():
@@ -248,7 +248,7 @@ class WorkerHandle:
     def kill(self) -> None:
         """End the process and its helpers at once, and give back what belongs to it."""
         self._signal_group(signal.SIGKILL)
-        self._exited.wait()
+        self._exited.wait(_GROUP_END_S)  # a process that a driver holds may never end
         # The helpers of a tensor-parallel engine are not our children, so nobody tells us when
         # they are gone; a new engine started earlier would find their GPU memory still taken.
         deadline = time.monotonic() + _GROUP_END_S

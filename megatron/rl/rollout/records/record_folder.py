@@ -163,13 +163,16 @@ class RecordFolder:
         files = self._files.get((purpose, number), {})
         if not files:
             raise UserError(f"{self.folder} has no {purpose} batch {number}")
-        parts = [(path, read_info(path)) for _, path in sorted(files.items())]
+        found = [(path, read_info(path)) for _, path in sorted(files.items())]
+        total = found[0][1].batch_sequences
+        parts: list[tuple[Path, RecordInfo]] = []
         reached = 0
-        for path, info in parts:
-            if info.first_sequence != reached:
+        for path, info in found:
+            # Behind the last sequence: left by a run that went on with fewer engines.
+            if (parts and reached == total) or info.first_sequence != reached:
                 break
+            parts.append((path, info))
             reached += count_rows(path)
-        total = parts[0][1].batch_sequences
         if reached != total:
             raise UserError(
                 f"{self.folder}: {purpose} batch {number} has {total} sequences, but the files "

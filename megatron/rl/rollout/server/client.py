@@ -159,7 +159,10 @@ class ServerClient:
             connection.sock.settimeout(timeout_s)
             connection.request(method, self._address.prefix + path, payload, self._headers)
             response = connection.getresponse()
-            body = response.read(MAX_RESPONSE_BYTES + 1)
+            try:
+                body = response.read(MAX_RESPONSE_BYTES + 1)
+            except _CLOSED as error:  # an answer had begun: the request is not made again
+                raise self._gone(path, error) from None
         if len(body) > MAX_RESPONSE_BYTES:
             raise EngineError(f"{path}: the server's answer exceeds {MAX_RESPONSE_BYTES} bytes")
         if 300 <= response.status < 400:
@@ -175,7 +178,9 @@ class ServerClient:
     def _errors(self, path: str, timeout_s: float | None) -> Iterator[None]:
         try:
             yield
-        except TimeoutError:
+        except TimeoutError as error:
+            if timeout_s is None:  # the system found the other end gone (SO_KEEPALIVE)
+                raise self._gone(path, error) from None
             raise EngineTimeout(
                 f"{path}: the server at {self._address} did not answer within {timeout_s:.0f} s"
             ) from None

@@ -2,7 +2,7 @@
 """A rollout engine that runs already: an existing vLLM server, reached over HTTP.
 
 Sampling is token-in/token-out, one request a sequence. Control goes through vLLM's development
-routes, weights through a transport (`server_weights.py`). The server is never restarted from here.
+routes, weights through a transport (`weights.py`). The server is never restarted from here.
 """
 
 import itertools
@@ -110,19 +110,20 @@ class VLLMServerEngine:
             if self.info is not None:
                 return self.info
             info = meet_server(self._client, self._address, self._config, self._index)
-            self._weights = self._make_weights(info)
-            self.info = info
+            if self._weights is None:
+                self._weights = self._make_weights(info)
             self._on_event(f"rollout server: vLLM {info.vllm_version} at {self._address}")
             if not info.vllm_version.startswith(VERSION + "."):
                 self._on_event(f"rollout server: it is not vLLM {VERSION}, which this is made for")
             held = self._client.get("/weight_info", CONTROL_TIMEOUT_S)["weight_version"]
             if held != CHECKPOINT_LABEL or not serves_own_folder(info, self._config.model_path):
                 self._on_event("rollout server: giving it the weights of the model folder")
-                self.update_weights(
+                self._update(
                     _read_checkpoint(self._config.model_path, self._index),
                     0,
                     {name: tensor.shape for name, tensor in self._index.tensors.items()},
                 )
+            self.info = info
             return info
 
     def generate(
@@ -139,11 +140,12 @@ class VLLMServerEngine:
             self._require_ready()
             self._abort_requested.clear()
             started = time.monotonic()
-            reset_prefix_cache(self._client, self._config.stall_timeout_s)
             collector = SequenceCollector(request, self._index.vocab_size, on_finished)
             prefix = f"{self._name}-{next(self._batches)}-"
+            # From here on an abort counts.
             self._running = tuple(f"{prefix}{i}" for i in range(request.num_sequences))
             try:
+                reset_prefix_cache(self._client, self._config.stall_timeout_s)
                 self._sample(request, collector, started)
             finally:
                 self._running = ()
@@ -173,13 +175,20 @@ class VLLMServerEngine:
         if version < 0:
             raise EngineRequestError(f"a policy version must be >= 0, got {version}")
         with self._lock:
-            if self._sleeping:
-                raise EngineRequestError("the server sleeps: wake() it first")
-            assert self._weights is not None, "wait_ready() comes first"
-            label = f"{self._name}:{version}"
-            report = self._weights.update(tensors, shapes, version, label)
-            self._label, self._version = label, version
-            return report
+            self._require_ready()
+            return self._update(tensors, version, shapes)
+
+    def _update(
+        self,
+        tensors: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]",
+        version: int,
+        shapes: Mapping[str, Sequence[int]] | None,
+    ) -> WeightsReport:
+        assert self._weights is not None
+        label = f"{self._name}:{version}"
+        report = self._weights.update(tensors, shapes, version, label)
+        self._label, self._version = label, version
+        return report
 
     def weight_slot(self, name: str, shape: Sequence[int]) -> "torch.Tensor | None":
         """Where a tensor may be assembled so that packing it costs nothing; None: anywhere."""
@@ -331,6 +340,8 @@ class VLLMServerEngine:
     def _require_ready(self) -> None:
         if self._closed:
             raise EngineError("this rollout engine was closed; make a new one")
+        if self._running:  # other threads wait for the lock
+            raise EngineError("called from a callback of generate, which still runs")
         if self.info is None:
             self.wait_ready()
         if self._sleeping:

@@ -134,5 +134,6 @@ def read_token(variable: str | None) -> str | None:
 
 
 def _wrong(url: str, why: str) -> EngineConfigError:
-    shown = url if "@" not in url else "(not shown: it may hold a password)"
+    # What follows a question mark may be a key, and errors end up in logs.
+    shown = re.split("[?#]", url)[0] if "@" not in url else "(not shown: it may hold a password)"
     return EngineConfigError(f"rollout.server_url: expected http://HOST:PORT, got {shown!r}: {why}")

@@ -8,13 +8,14 @@ Only names, places and sizes go over HTTP; the weights take the transport.
 """
 
 import collections
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint_index import CheckpointIndex
-from ..errors import EngineConfigError, EngineError, EngineRequestError, WeightsLost
+from ..errors import EngineConfigError, EngineError, WeightsLost
 from ..protocol import WeightsReport
 from ..transfer.digests import DigestComparison, compare_digests, merge_digests
 from ..transfer.weight_format import WeightFormat
@@ -80,16 +81,17 @@ class ServerWeights:
         self.require()
         started = time.monotonic()
         buckets = self._pack(tensors, shapes)
-        self._post("/pause", mode="wait")
         with ThreadPoolExecutor(1, thread_name_prefix="update-server") as pool:
             try:
+                self._post("/pause", mode="wait")
                 self._introduce(pool)
-                self._post("/start_weight_update")
             except BaseException:
                 self._introduced = None
-                self._post("/resume")  # nothing has changed
+                with contextlib.suppress(EngineError):  # the first error is the one to report
+                    self._post("/resume")  # nothing has changed
                 raise
-            self._mixed = True
+            self._mixed = True  # once a start was asked for, layers may be taken apart
+            self._post("/start_weight_update")
             self._send(pool, buckets)
         self._finish(label)
         packed = self._packer.packed(version)
@@ -114,21 +116,8 @@ class ServerWeights:
         tensors: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]",
         shapes: Mapping[str, Sequence[int]] | None,
     ) -> Iterator[Bucket]:
-        pairs: Iterable[tuple[str, torch.Tensor]]
-        if isinstance(tensors, Mapping):
-            shapes = {name: tensor.shape for name, tensor in tensors.items()}
-            pairs = tensors.items()
-        else:
-            pairs = tensors
-        if shapes is not None:
-            self._packer.check_shapes(shapes)
-            return self._packer.pack(pairs)
-        if not self._transport.keeps_weights:
-            raise EngineRequestError(
-                f"an update through {self._transport.backend} needs the shapes of all tensors "
-                "beforehand: its memory does not hold the whole model"
-            )
-        return iter(list(self._packer.pack(pairs)))
+        buckets = self._packer.pack(self._packer.announce(tensors, shapes))
+        return buckets if self._packer.names else iter(list(buckets))
 
     def _introduce(self, pool: ThreadPoolExecutor) -> None:
         info = self._transport.init_info()

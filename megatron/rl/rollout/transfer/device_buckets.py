@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..checkpoint_index import TensorInfo
+from ..checkpoint_index import SCALE_SUFFIX, TensorInfo
 from ..errors import EngineError
 
 if TYPE_CHECKING:
     import torch
 
 NUM_BUFFERS = 2
-_SCALE_SUFFIX = "_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class DeviceBuckets:
 
         self._manifest = dict(manifest)
         self._alignment = alignment
-        scales = [i.num_bytes for n, i in manifest.items() if n.endswith(_SCALE_SUFFIX)]
-        others = [i.num_bytes for n, i in manifest.items() if not n.endswith(_SCALE_SUFFIX)]
+        scales = [i.num_bytes for n, i in manifest.items() if n.endswith(SCALE_SUFFIX)]
+        others = [i.num_bytes for n, i in manifest.items() if not n.endswith(SCALE_SUFFIX)]
         total = sum(scales) + sum(others)
         limit = bucket_bytes + max(others, default=0) + max(scales, default=0)
         self.capacity = max(min(total, limit), 1) + alignment * len(manifest)

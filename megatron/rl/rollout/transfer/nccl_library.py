@@ -39,7 +39,6 @@ _ARGUMENTS: dict[str, list[Any]] = {
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
         ctypes.c_void_p, ctypes.c_void_p,
     ],
-    "ncclCommDestroy": [ctypes.c_void_p],
     "ncclCommAbort": [ctypes.c_void_p],
 }  # fmt: skip
 
@@ -90,10 +89,6 @@ class NcclLibrary:
     def sum_float32(self, pointer: int, count: int, communicator: int, stream: int) -> None:
         """Queue an all-reduce in place."""
         self._call("ncclAllReduce", pointer, pointer, count, _FLOAT32, _SUM, communicator, stream)
-
-    def leave(self, communicator: int) -> None:
-        """Leave a group in which nothing is under way."""
-        self._call("ncclCommDestroy", communicator)
 
     def abort(self, communicator: int) -> None:
         """Leave a group whose other members may be gone."""

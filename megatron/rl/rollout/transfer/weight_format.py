@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..checkpoint_index import SAFETENSORS_DTYPES, CheckpointIndex, TensorInfo
+from ..checkpoint_index import SAFETENSORS_DTYPES, SCALE_SUFFIX, CheckpointIndex, TensorInfo
 from ..errors import EngineConfigError
 from .digests import tensor_digest
 
@@ -41,8 +41,6 @@ class WeightFormat:
         """The names under which one tensor of the checkpoint travels."""
         if not self.quantizes(name):
             return (name,)
-        from megatron.rl.weights.block_fp8 import SCALE_SUFFIX
-
         return (name, name + SCALE_SUFFIX)
 
     def quantizes(self, name: str) -> bool:
@@ -87,7 +85,7 @@ class WeightFormat:
         None for tensors that were in FP8 already, whose data and scales come apart.
         """
         if not self.quantizes(name):
-            in_fp8 = parts[name].dtype.itemsize == 1 or name.endswith("_scale_inv")
+            in_fp8 = parts[name].dtype.itemsize == 1 or name.endswith(SCALE_SUFFIX)
             return None if in_fp8 else tensor_digest(parts[name])
         import torch
 
@@ -116,5 +114,5 @@ class WeightFormat:
                 if part == name
                 else TensorInfo(SAFETENSORS_DTYPES["float32"], scale_shape(info.shape))
             )
-        keeps_type = info.is_float8 or name.endswith("_scale_inv") or not info.is_floating_point
+        keeps_type = info.is_float8 or name.endswith(SCALE_SUFFIX) or not info.is_floating_point
         return info if keeps_type else TensorInfo(SAFETENSORS_DTYPES[self.dtype], info.shape)

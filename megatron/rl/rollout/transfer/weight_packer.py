@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..checkpoint_index import CheckpointIndex, TensorInfo, check_names, check_update_names
+from ..errors import EngineRequestError
 from .weight_format import WeightFormat
 from .weight_transport import WeightTransport
 
@@ -50,8 +51,31 @@ class WeightPacker:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The checkpoint's tensors that an update was announced to bring."""
+        """The checkpoint's tensors that an update was announced to bring; none where unknown."""
         return self._announced
+
+    def announce(
+        self,
+        tensors: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]",
+        shapes: Mapping[str, Sequence[int]] | None,
+    ) -> "Iterable[tuple[str, torch.Tensor]]":
+        """Check what is known of an update before it is packed; returns what `pack` takes.
+
+        Afterwards `names` is empty where nothing was known: such an update is complete only once
+        all of it is packed, and until then nothing of it may reach the engine.
+        """
+        self._announced = ()
+        if isinstance(tensors, Mapping):
+            self.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
+            return tensors.items()
+        if shapes is not None:
+            self.check_shapes(shapes)
+        elif not self._transport.keeps_weights:
+            raise EngineRequestError(
+                f"an update through {self._transport.backend} needs the shapes of all tensors "
+                "beforehand: its memory does not hold the whole model"
+            )
+        return tensors
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise WeightNamesError unless these are the checkpoint's tensors, before any is made."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint_index import CheckpointIndex
 from ..client.engine_config import VLLMEngineConfig, fp8_arguments
-from ..errors import EngineRequestError, WeightsLost
+from ..errors import WeightsLost
 from ..json_array import json_array, read_json_array
 from ..protocol import WeightsReport
 from ..wire import Message
@@ -151,22 +151,14 @@ class WeightUpdates:
         end only, and until then nothing may reach the engine.
         """
         packer = self._packer_for(dtype)
-        pairs: Iterable[tuple[str, torch.Tensor]]
-        if isinstance(tensors, Mapping):
-            shapes = {name: tensor.shape for name, tensor in tensors.items()}
-            pairs = tensors.items()
-        else:
-            pairs = tensors
-        if shapes is not None:
-            packer.check_shapes(shapes)
-        elif not self._transport.keeps_weights:
-            raise EngineRequestError(
-                f"an update by {self._config.transport} needs the shapes of all tensors "
-                "beforehand: its memory does not hold the whole model"
-            )
+        pairs = packer.announce(tensors, shapes)
         self._packed = None  # the slots are going to be overwritten
         buckets = packer.pack(pairs)
-        return buckets if shapes is not None else iter(list(buckets))
+        if packer.names:
+            return buckets
+        packed = list(buckets)
+        self._held = None  # not these weights, even where it has some of the same version
+        return iter(packed)
 
     def slot(self, name: str, shape: Sequence[int], dtype: str) -> "torch.Tensor | None":
         """Where a tensor may be assembled so that packing it costs nothing; None: anywhere."""

@@ -9,14 +9,12 @@
 Names are checked here as well, since a receiver would skip a missing tensor in silence.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from ..checkpoint_index import CheckpointIndex, check_names
+from ..checkpoint_index import SCALE_SUFFIX, CheckpointIndex, check_names, some_names
 from ..json_array import json_array, read_json_array
 from ..wire import Message
-
-SCALE_SUFFIX = "_scale_inv"
 
 
 class EngineWeights:
@@ -77,7 +75,7 @@ class EngineWeights:
 
     def _finish_update(self, message: Message) -> Message:
         if self._waiting is None or self._waiting:
-            raise RuntimeError(f"an update ends without {_some(self._waiting or ['a start'])}")
+            raise RuntimeError(f"an update ends without {some_names(self._waiting or ['a start'])}")
         self._call("finish_weight_update")
         self._waiting = None
         # It holds keys and values of the old weights.
@@ -92,8 +90,3 @@ class EngineWeights:
         """Call a method of all vLLM workers."""
         answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
         return answers
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")

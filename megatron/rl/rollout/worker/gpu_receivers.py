@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_common import (
     NCCLWeightTransferInitInfo,
     worker_init_process_group,
@@ -19,7 +16,7 @@ from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
 from ..checkpoint_index import TensorInfo
 from ..transfer.cuda_ipc_transport import CudaIpcHandle
-from .weight_receiver import CheckpointReceiver
+from .weight_receiver import BucketUpdateInfo, CheckpointReceiver
 
 
 class NcclReceiver(CheckpointReceiver):
@@ -62,19 +59,10 @@ class CudaIpcInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class CudaIpcUpdateInfo(WeightTransferUpdateInfo):
-    """Where the tensors of a bucket are in a buffer; types in the words of safetensors."""
+class CudaIpcUpdateInfo(BucketUpdateInfo):
+    """A bucket, and in which of the trainer's buffers it is."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    offsets: list[int]
     buffer: int
-
-    def __post_init__(self) -> None:
-        counts = {len(self.names), len(self.dtypes), len(self.shapes), len(self.offsets)}
-        if len(counts) != 1:
-            raise ValueError(f"a bucket's lists must have equal lengths, got {sorted(counts)}")
 
 
 class CudaIpcReceiver(CheckpointReceiver):

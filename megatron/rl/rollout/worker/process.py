@@ -13,6 +13,7 @@ Messages (each answer repeats the request's `id`):
     <- generate        -> progress and sequences ..., generated | error
     <- abort {request} (of a generate that runs; it has no answer of its own)
     <- score           -> scores | error
+    <- sleep, wake     -> done | error
     <- init_transfer, start_update, update_bucket, finish_update (engine_weights.py) -> done | error
     <- shutdown        -> bye
 An `error` with `fatal: false` is a refusal that changed nothing; after a fatal one the process
@@ -34,11 +35,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..client.worker_link import WorkerLink
 from ..errors import EngineRequestError, RolloutDataError
 from ..messages import request_from_message, sequences_message
 from ..rollouts import FinishedSequences
 from ..wire import Channel, Message, WireError
+from .worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from .vllm_backend import VLLMBackend

@@ -93,8 +93,8 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Where the tensors of a bucket are in the file; types in the words of safetensors."""
+class BucketUpdateInfo(WeightTransferUpdateInfo):
+    """Where the tensors of a bucket are in the trainer's memory; types in safetensors' words."""
 
     names: list[str]
     dtypes: list[str]
@@ -111,7 +111,7 @@ class SharedMemoryReceiver(CheckpointReceiver):
     """Maps the trainer's buffer and loads from there; no bytes are copied in between."""
 
     init_info_cls = SharedMemoryInitInfo
-    update_info_cls = SharedMemoryUpdateInfo
+    update_info_cls = BucketUpdateInfo
     _map: mmap.mmap | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
@@ -126,7 +126,7 @@ class SharedMemoryReceiver(CheckpointReceiver):
         """Load a bucket. (vLLM's own version then waits for an accelerator, which a CPU lacks.)"""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+    def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load a bucket, and let a GPU finish reading before the memory may be reused."""
         if self._map is None:
             raise RuntimeError("init_weight_transfer_engine must be called before update_weights")

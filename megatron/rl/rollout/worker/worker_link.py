@@ -68,8 +68,8 @@ class WorkerLink:
         while True:
             try:
                 message = self._channel.receive(timeout_s=None)
-            except WireError as error:
-                self._commands.put(error)
+            except Exception as error:
+                self._commands.put(_as_wire_error(error))
                 return
             if message.kind == "abort":
                 self._aborted = message.fields.get("request")
@@ -81,7 +81,12 @@ class WorkerLink:
             message = self._answers.get()
             try:
                 self._channel.send(message, self._send_timeout_s)
-            except WireError as error:
-                self._send_error = error
+            except Exception as error:
+                self._send_error = _as_wire_error(error)
                 return
             self._answers.task_done()
+
+
+def _as_wire_error(error: Exception) -> WireError:
+    """What ends a thread has to end the worker: it would look alive and be silent for ever."""
+    return error if isinstance(error, WireError) else WireError(f"{type(error).__name__}: {error}")
