@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Qwen3-30B-A3B in Megatron's own loop, on 4 nodes of 8 GPUs: what a Megatron user types. The values
+# are those of qwen3_30b_fp8_e2e.yaml, in BF16. Not run on GPUs yet; --dry-run checks every
+# argument against Megatron, this project and the model's config.json, with no GPU at all.
+#
+#   MODEL=/path/to/Qwen3-30B-A3B-Base bash examples/rl/megatron_args_qwen3_30b.sh --dry-run
+#
+#   MODEL=/path/to/Qwen3-30B-A3B-Base    the starting policy
+#   NODES=4 GPUS_PER_NODE=8 NODE_RANK=0 MASTER_ADDR=... MASTER_PORT=29500    the cluster
+#   CHECKPOINTS=checkpoints/qwen3-30b    where Megatron saves, and resumes from
+#
+# Further arguments go to train_rl.py, for example --lr 2e-6 or --pdm-direction exact.
+
+set -euo pipefail
+
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
+
+dry_run=false further=()
+for argument in "$@"; do
+    if [[ $argument == --dry-run ]]; then dry_run=true; else further+=("$argument"); fi
+done
+
+nodes=${NODES:-4} gpus=${GPUS_PER_NODE:-8}
+checkpoints=${CHECKPOINTS:-checkpoints/qwen3-30b}
+
+model=(
+    --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144
+    --num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128
+    --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6
+    --position-embedding-type rope --rotary-base "${ROTARY_BASE:-1000000}" --rotary-percent 1.0
+    --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0
+    --max-position-embeddings "${MAX_POSITIONS:-32768}" --seq-length 10240
+    --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-router-dtype fp32
+    # A load balancing loss would be a gradient outside the mask.
+    --moe-router-load-balancing-type none
+    --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+    --transformer-impl transformer_engine --attention-backend flash
+)
+# 4 key-value heads allow TP 4; each rank holds 16 of 128 experts.
+parallel=(
+    --tensor-model-parallel-size 4 --sequence-parallel
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --recompute-granularity selective
+)
+# 128 x 16 sequences a rollout batch, 256 an optimizer step: 8 iterations on each batch.
+training=(
+    --perform-rl-step
+    --grpo-prompts-per-step 128 --grpo-group-size 16 --grpo-iterations 1
+    --global-batch-size 256 --micro-batch-size 2 --train-iters 3200
+    --bf16 --lr 1e-6 --lr-warmup-iters 10 --lr-decay-style constant
+    --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.98
+    --save "$checkpoints" --load "$checkpoints" --save-interval 160
+    --eval-iters 1 --eval-interval 160 --rl-prompts-per-eval 256
+    --log-interval 1 --tensorboard-dir "$checkpoints/tensorboard"
+)
+# Engines of 4 GPUs, which they share with the ranks: one sleeps while the other works.
+rollouts=(
+    --pdm-model-path "${MODEL:-Qwen3-30B-A3B-Base}"
+    --pdm-task-name reasoning_gym/gsm_symbolic --pdm-task-exact true
+    --pdm-rollout-max-prompt-tokens 2048 --pdm-rollout-max-response-tokens 8192
+    --pdm-rollout-engines-per-node 2 --pdm-rollout-sleep true
+    --pdm-rollout-engine-args '{tensor_parallel_size: 4, enable_expert_parallel: true}'
+)
+loss=(
+    --pdm-mask divergence --pdm-divergence topk_kl --pdm-direction uniform
+    --pdm-threshold 0.15 --pdm-top-k 20
+)
+command=(
+    "$root/examples/rl/train_rl.py" --pdm-device cuda
+    "${model[@]}" "${parallel[@]}" "${training[@]}" "${rollouts[@]}" "${loss[@]}" "${further[@]}"
+)
+
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+python=${PYTHON:-$root/.venv/bin/python}
+if $dry_run; then
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((nodes * gpus)) LOCAL_WORLD_SIZE=$gpus \
+        exec "$python" "${command[@]}" --pdm-dry-run
+fi
+exec "$python" -m torch.distributed.run \
+    --nnodes "$nodes" --nproc-per-node "$gpus" --node-rank "${NODE_RANK:-0}" \
+    --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" \
+    "${command[@]}"
