@@ -16,6 +16,7 @@ root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 model_folder=${MODEL:-$root/runs/tiny-model} save=${SAVE:-$root/runs/tiny-megatron}
 python=${PYTHON:-$root/.venv/bin/python}
 
+[[ -n ${PYTHON:-} ]] || bash "$root/tools/bootstrap.sh"
 [[ -n ${MODEL:-} ]] || "$python" "$root/tools/make_tiny_model.py" --out "$model_folder"
 
 model=(
