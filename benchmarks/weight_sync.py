@@ -60,31 +60,8 @@ from megatron.rl.weights.gather import BUCKET_BYTES, gather_hf_tensors
 from megatron.rl.weights.names import hf_shapes
 from megatron.rl.weights.plan import WeightPlan, plan_weights
 from megatron.rl.weights.routes import Routes
+from tests.checkpoints import QWEN3_30B, QWEN3_235B
 
-QWEN3_30B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-}
-QWEN3_235B = QWEN3_30B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "moe_intermediate_size": 1536,
-}
 MEASURED = QWEN3_30B | {"num_hidden_layers": 1, "vocab_size": 8192}
 
 # Shares of a plain copy, from the project's goals.

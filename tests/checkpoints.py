@@ -41,6 +41,29 @@ LLAMA: dict[str, Any] = QWEN3 | {
     "mlp_bias": False,
 }
 
+# The real models, as their config.json has them.
+QWEN3_30B: dict[str, Any] = QWEN3_MOE | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+QWEN3_235B: dict[str, Any] = QWEN3_30B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+
 # Merge into either: every projection has sides that are whole FP8 blocks, as vLLM wants them.
 WHOLE_BLOCKS: dict[str, Any] = {
     "hidden_size": 128,

@@ -11,10 +11,12 @@ runs on two CPU cores, and ``megatron_args_qwen3_30b.sh`` is a whole command lin
 """
 
 import sys
+import warnings
 
 
 def main() -> None:
     """Parse Megatron's command line and train."""
+    warnings.filterwarnings("ignore")  # of libraries, about each other
     # Before anything imports Megatron: the CPU backend replaces what Megatron reads at import.
     device = _device(sys.argv)
     if device == "cpu":

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.checkpoints import QWEN3_30B
 from tests.e2e.test_megatron_training import run_flags
 from tests.megatron_flags import layout_flags
 
@@ -23,15 +24,6 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "rl"
-QWEN3_30B = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu",
-    "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "attention_bias": False,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
 
 
 def run_script(name: str, *further: str, **variables: str) -> subprocess.CompletedProcess[str]:

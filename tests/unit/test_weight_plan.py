@@ -2,7 +2,6 @@
 """The weight plan as data: who holds what, its checks of itself, and who sends what to whom."""
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,32 +17,11 @@ from megatron.rl.weights.names import Naming, hf_shapes
 from megatron.rl.weights.plan import HFTensor, Piece, WeightPlan, WeightPlanError, plan_weights
 from megatron.rl.weights.routes import Routes
 from tests import checkpoints
+from tests.checkpoints import QWEN3_30B, QWEN3_235B
 
-QWEN3_30B = checkpoints.QWEN3_MOE | {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
-QWEN3_235B = QWEN3_30B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "moe_intermediate_size": 1536,
-}
 MOE4 = checkpoints.QWEN3_MOE | {"num_hidden_layers": 4}
 # Twice two stages of two ranks: ranks 0-3 have stage 0, of which 0 and 2 have TP rank 0.
 LAYOUT = ParallelConfig(tensor=2, pipeline=2, data=2, expert=2)
-SECONDS_FOR_A_PLAN = 3.0  # about 0.3 and 0.6 alone on a core
 
 
 def _plan(
@@ -59,7 +37,12 @@ def _plan(
 @pytest.mark.parametrize(
     ("config", "layout", "tensors", "parameters"),
     [
-        (QWEN3_30B, ParallelConfig(tensor=4, data=256, expert=8), 18_867, 30_532_122_624),
+        (
+            QWEN3_30B,
+            ParallelConfig(tensor=4, data=256, expert=8),
+            18_867,
+            30_532_122_624,
+        ),
         (
             QWEN3_235B,
             ParallelConfig(
@@ -71,12 +54,10 @@ def _plan(
     ],
     ids=["30B-A3B", "235B-A22B"],
 )
-def test_real_models_are_planned_fast_and_completely(
+def test_real_models_are_planned_completely(
     config: dict[str, Any], layout: ParallelConfig, tensors: int, parameters: int
 ) -> None:
-    start = time.process_time()
     plan = _plan(config, layout, "transformer_engine")
-    assert time.process_time() - start < SECONDS_FOR_A_PLAN
     assert len(plan.by_name) == tensors
     assert sum(tensor.numel for tensor in plan.tensors) == parameters
 
