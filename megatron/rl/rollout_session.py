@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -254,17 +253,6 @@ class RolloutSession:
     def close(self) -> None:
         """End the engine of this rank and close the log. Safe to call twice."""
         self._exit.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _on_engines(self, work: Callable[[Sampler], Result], version: int) -> Result | None:
         """Do this rank's share of some sampling, with the weights of ``version``.

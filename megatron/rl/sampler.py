@@ -20,14 +20,12 @@ from megatron.rl.data.prompt_tokenizer import PromptTokenizer
 from megatron.rl.exchange import SequenceTable
 from megatron.rl.rewards.finished_scorer import FinishedScorer
 from megatron.rl.rewards.registry import make_task
-from megatron.rl.rollout.client.vllm_engine import VLLMEngine
 from megatron.rl.rollout.errors import WeightsLost
 from megatron.rl.rollout.from_config import engine_settings, make_engine
 from megatron.rl.rollout.protocol import GenerationRequest, SamplingSettings
 from megatron.rl.rollout.records.record import Purpose, Record, RecordInfo
 from megatron.rl.rollout.records.record_folder import RECORDS_FOLDER, RecordWriter
 from megatron.rl.rollout.rollouts import Rollouts
-from megatron.rl.rollout.server.engine import VLLMServerEngine
 from megatron.rl.rollout.topology import EnginePlace, PromptShare, Topology
 from pdm import group_advantages
 
@@ -108,8 +106,8 @@ class Sampler:
 
     def wait_ready(self) -> None:
         """Block until the engine has loaded the starting policy."""
-        if isinstance(self.engine, VLLMEngine | VLLMServerEngine):
-            info = self.engine.wait_ready()
+        info = self.engine.wait_ready()
+        if info is not None:
             self._engine_settings["vllm_version"] = info.vllm_version
 
     def skip(self, batches: int) -> None:

@@ -4,6 +4,7 @@
 Every rank runs it. Rollouts, weight updates and metrics are ``rollout_session.py``'s.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end. Everything that was started is ended, whatever happens."""
-        with self._session:
+        with contextlib.closing(self._session):
             self._set_up()
             before = self._evaluate(0)
             for number in range(1, self._config.train.rollouts + 1):

@@ -6,6 +6,7 @@ The sizes are the smallest that vLLM's CPU kernels take: head_dim 32, expert siz
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,29 +16,34 @@ NUM_EXPERTS = 4
 Tensors = dict[str, torch.Tensor]
 
 
+_COMMON: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "attn_implementation": "eager",
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+}
+
+
 def build_model(seed: int = 0) -> torch.nn.Module:
     """A float32 model on CPU whose logits are spread enough for top-K tests to mean something."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
+        **_COMMON,
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         num_experts=NUM_EXPERTS,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         intermediate_size=64,
         norm_topk_prob=True,
         decoder_sparse_step=1,
-        max_position_embeddings=512,
         tie_word_embeddings=False,
-        attn_implementation="eager",
         initializer_range=0.15,
-        eos_token_id=1,
-        bos_token_id=0,
     )
     torch.manual_seed(seed)
     return Qwen3MoeForCausalLM(config).float().eval()
@@ -48,19 +54,12 @@ def build_dense_model(seed: int = 0, num_key_value_heads: int = 2) -> torch.nn.M
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
+        **_COMMON | {"num_key_value_heads": num_key_value_heads},
         vocab_size=VOCAB_SIZE + 2,
         hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=32,
         intermediate_size=160,
-        max_position_embeddings=512,
         tie_word_embeddings=True,
-        attn_implementation="eager",
         initializer_range=0.1,
-        eos_token_id=1,
-        bos_token_id=0,
     )
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(config).float().eval()

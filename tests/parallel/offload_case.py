@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tests.parallel.policy_case import LOSS, TEMPERATURE, make_sequences
+from tests.parallel.policy_case import LOSS, build_policy, make_sequences
 
 if TYPE_CHECKING:
     from megatron.rl.batch import MicroBatch
@@ -81,29 +81,20 @@ def _make_policy(
     from megatron.core import parallel_state
 
     from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
-    from megatron.rl.model.architecture import read_architecture
-    from megatron.rl.model.build import BuildOptions
-    from megatron.rl.parallel import ParallelConfig, build_groups, context_shard
-    from megatron.rl.policy.head import FusedHead
-    from megatron.rl.policy.model import OptimizerSettings, Policy
+    from megatron.rl.parallel import ParallelConfig, context_shard
 
     parallel = ParallelConfig(**layout)
-    build_groups(parallel, seed=1)
-    architecture = read_architecture(path)
-    settings = OptimizerSettings(
+    policy = build_policy(
+        path,
+        layout,
+        dtype=dtype,
         learning_rate=1e-2,
-        min_learning_rate=0.0,
-        warmup_steps=0,
         total_steps=STEPS,
-        schedule="constant",
         weight_decay=0.1,
         clip_grad=0.5,
         ddp={"overlap_grad_reduce": True},
-        optimizer={},
     )
-    head = FusedHead(LOSS, architecture.vocab_size, TEMPERATURE)
-    policy = Policy(architecture, parallel, BuildOptions(dtype), settings, head, path)
-    sequences = make_sequences(architecture.vocab_size)
+    sequences = make_sequences(policy.architecture.vocab_size)
     plan = plan_micro_batches(
         sequences.input_lengths,
         np.arange(len(sequences)),

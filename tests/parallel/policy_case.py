@@ -57,6 +57,50 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
+def build_policy(  # type: ignore[no-untyped-def]
+    path: str,
+    layout: dict[str, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    loss: PolicyLossConfig = LOSS,
+    temperature: float = TEMPERATURE,
+    transformer: dict | None = None,
+    **settings,
+):
+    """Build the groups of a layout and a policy with the fused head on this rank.
+
+    Settings are those of the optimizer: a constant rate, one step and no weight decay by default.
+    """
+    from megatron.rl.model.architecture import read_architecture
+    from megatron.rl.model.build import BuildOptions
+    from megatron.rl.parallel import ParallelConfig, build_groups
+    from megatron.rl.policy.head import FusedHead
+    from megatron.rl.policy.model import OptimizerSettings, Policy
+
+    parallel = ParallelConfig(**layout)
+    build_groups(parallel, seed=1)
+    architecture = read_architecture(path)
+    defaults = dict(
+        learning_rate=1e-3,
+        min_learning_rate=0.0,
+        warmup_steps=0,
+        total_steps=1,
+        schedule="constant",
+        weight_decay=0.0,
+        clip_grad=1.0,
+        ddp={},
+        optimizer={},
+    )
+    return Policy(
+        architecture,
+        parallel,
+        BuildOptions(dtype, transformer or {}),
+        OptimizerSettings(**(defaults | settings)),
+        FusedHead(loss, architecture.vocab_size, temperature),
+        path,
+    )
+
+
 def make_sequences(vocab_size: int, seed: int = 0):  # type: ignore[no-untyped-def]
     """Ragged prompts and responses, with behavior log-probs of a random distribution."""
     from megatron.rl.batch import Sequences

@@ -16,7 +16,7 @@ import torch
 
 from tests.checkpoints import QWEN3_MOE, random_tensors, write_checkpoint
 from tests.megatron_flags import layout_flags, model_flags
-from tests.parallel.policy_case import LOSS, TEMPERATURE, make_sequences
+from tests.parallel.policy_case import LOSS, TEMPERATURE, build_policy, make_sequences
 from tests.parallel.spawn import run_ranks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rl" / "train_rl.py"
@@ -82,31 +82,16 @@ def with_policy(rank: int, world_size: int, path: str, layout: dict[str, int]) -
     from megatron.rl import cpu_backend
 
     cpu_backend.install()
-    from megatron.rl.model.architecture import read_architecture
-    from megatron.rl.model.build import BuildOptions
-    from megatron.rl.parallel import ParallelConfig, build_groups
-    from megatron.rl.policy.head import FusedHead
-    from megatron.rl.policy.model import OptimizerSettings, Policy
-
-    parallel = ParallelConfig(**layout)
-    build_groups(parallel, seed=1)
-    policy = Policy(
-        read_architecture(path),
-        parallel,
-        BuildOptions(transformer={"moe_router_dtype": "fp32"}),
-        OptimizerSettings(
-            learning_rate=LEARNING_RATE,
-            min_learning_rate=0.0,
-            warmup_steps=0,
-            total_steps=STEPS,
-            schedule="constant",
-            weight_decay=WEIGHT_DECAY,
-            clip_grad=CLIP_GRAD,
-            ddp={},
-            optimizer={},
-        ),
-        FusedHead(LOSS, MODEL["vocab_size"], TEMPERATURE),
+    policy = build_policy(
         path,
+        layout,
+        loss=LOSS,
+        temperature=TEMPERATURE,
+        transformer={"moe_router_dtype": "fp32"},
+        learning_rate=LEARNING_RATE,
+        total_steps=STEPS,
+        weight_decay=WEIGHT_DECAY,
+        clip_grad=CLIP_GRAD,
     )
     for step in range(STEPS):
         policy.train_step(micro_batches(step, layout))

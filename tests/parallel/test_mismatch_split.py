@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import QWEN3, random_tensors, write_checkpoint
-from tests.parallel.policy_case import LOSS, TEMPERATURE, make_sequences
+from tests.parallel.policy_case import LOSS, TEMPERATURE, build_policy, make_sequences
 from tests.parallel.spawn import run_ranks
 
 LAYOUTS = [{"data": 2}, {"context": 2}, {"tensor": 2}, {"pipeline": 2}]
@@ -38,29 +38,12 @@ def _measure_steps(path: str, layout: dict[str, int]) -> Any:
     from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
     from megatron.rl.metrics import gather_records
     from megatron.rl.mismatch import MismatchSplit
-    from megatron.rl.model.architecture import read_architecture
-    from megatron.rl.model.build import BuildOptions
-    from megatron.rl.parallel import ParallelConfig, build_groups, context_shard
-    from megatron.rl.policy.head import FusedHead
-    from megatron.rl.policy.model import OptimizerSettings, Policy, is_last_stage
+    from megatron.rl.parallel import ParallelConfig, context_shard
+    from megatron.rl.policy.model import is_last_stage
 
     parallel = ParallelConfig(**layout)
-    build_groups(parallel, seed=1)
-    architecture = read_architecture(path)
-    settings = OptimizerSettings(
-        learning_rate=LEARNING_RATE,
-        min_learning_rate=0.0,
-        warmup_steps=0,
-        total_steps=2,
-        schedule="constant",
-        weight_decay=0.0,
-        clip_grad=1.0,
-        ddp={},
-        optimizer={},
-    )
-    head = FusedHead(LOSS, architecture.vocab_size, TEMPERATURE)
-    policy = Policy(architecture, parallel, BuildOptions(), settings, head, path)
-    sequences = make_sequences(architecture.vocab_size)
+    policy = build_policy(path, layout, learning_rate=LEARNING_RATE, total_steps=2)
+    sequences = make_sequences(policy.architecture.vocab_size)
 
     def micro_batches(members: np.ndarray, max_tokens: int) -> list[Any]:
         plan = plan_micro_batches(

@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from tests.checkpoints import QWEN3_MOE, random_tensors, write_checkpoint
-from tests.parallel.policy_case import LOSS, TEMPERATURE, float64_oracle, make_sequences
+from tests.parallel.policy_case import (
+    LOSS,
+    build_policy,
+    float64_oracle,
+    make_sequences,
+)
 from tests.parallel.spawn import run_ranks
 
 # Adam's first step is lr * g / (|g| + eps). With an eps far above every gradient it is linear in g,
@@ -50,22 +55,13 @@ def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torc
     from megatron.core import parallel_state
 
     from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
-    from megatron.rl.model.architecture import read_architecture
-    from megatron.rl.model.build import BuildOptions
-    from megatron.rl.parallel import ParallelConfig, build_groups, context_shard
-    from megatron.rl.policy.head import FusedHead
-    from megatron.rl.policy.model import OptimizerSettings, Policy
+    from megatron.rl.parallel import ParallelConfig, context_shard
 
     parallel = ParallelConfig(**layout)
-    build_groups(parallel, seed=1)
-    architecture = read_architecture(path)
-    settings = OptimizerSettings(
+    policy = build_policy(
+        path,
+        layout,
         learning_rate=LEARNING_RATE,
-        min_learning_rate=0.0,
-        warmup_steps=0,
-        total_steps=1,
-        schedule="constant",
-        weight_decay=0.0,
         clip_grad=CLIP_GRAD,
         ddp={
             "overlap_grad_reduce": layout.keys() & {"data", "virtual"} != set(),
@@ -73,9 +69,7 @@ def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torc
         },
         optimizer={"adam_eps": ADAM_EPS},
     )
-    head = FusedHead(LOSS, architecture.vocab_size, TEMPERATURE)
-    policy = Policy(architecture, parallel, BuildOptions(), settings, head, path)
-    sequences = make_sequences(architecture.vocab_size)
+    sequences = make_sequences(policy.architecture.vocab_size)
     everyone = np.arange(len(sequences))
     plan = plan_micro_batches(
         sequences.input_lengths,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import QWEN3, write_checkpoint
+from tests.parallel.policy_case import build_policy
 from tests.parallel.spawn import run_ranks
 
 LAYOUTS = [{"data": 2}, {"context": 2}, {"tensor": 2}, {"pipeline": 2}]
@@ -36,20 +37,12 @@ def probe_in_layouts(
 def _probe(
     rank: int, path: str, layout: dict[str, int], tokens: np.ndarray, right: list[np.ndarray]
 ) -> Any:
-    from megatron.rl.model.architecture import read_architecture
-    from megatron.rl.model.build import BuildOptions
-    from megatron.rl.parallel import ParallelConfig, build_groups
-    from megatron.rl.policy.head import FusedHead
-    from megatron.rl.policy.model import OptimizerSettings, Policy
+    from megatron.rl.parallel import ParallelConfig
     from megatron.rl.weights.certificate import Probe
     from pdm import PolicyLossConfig
 
+    policy = build_policy(path, layout, loss=PolicyLossConfig(), temperature=0.7)
     parallel = ParallelConfig(**layout)
-    build_groups(parallel, seed=1)
-    architecture = read_architecture(path)
-    settings = OptimizerSettings(1e-3, 0.0, 0, 1, "constant", 0.0, 1.0, ddp={}, optimizer={})
-    head = FusedHead(PolicyLossConfig(), architecture.vocab_size, temperature=0.7)
-    policy = Policy(architecture, parallel, BuildOptions(), settings, head, path)
     probe = Probe(policy, parallel, engines=2, sequences=SEQUENCES, tokens=TOKENS)
     assert np.array_equal(probe.sequences, tokens)
     wrong = [scores.copy() for scores in right]

@@ -48,6 +48,12 @@ def test_another_process_finds_it_by_the_variable(monkeypatch: pytest.MonkeyPatc
     assert engine_library_version() == 0
 
 
+def test_a_library_found_by_name_says_where_it_is() -> None:
+    torch.cuda.nccl.version()
+    assert NcclLibrary("libnccl.so.2").path == loaded_library_path()
+    assert os.path.isfile(loaded_library_path())
+
+
 def test_two_versions_are_refused() -> None:
     check_same_version(22907, 22907, "/x/libnccl.so.2")
     for engine, shown in ((22805, "2.28.5"), (0, "unknown")):

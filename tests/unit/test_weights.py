@@ -141,7 +141,6 @@ def test_checkpoint_is_written_in_shards_that_read_back(
     assert len(list(target.glob("model-*-of-*.safetensors"))) > 1
     assert (target / "tokenizer.json").exists() and (target / "config.json").exists()
     with HFTensors(target) as read:
-        assert read.names() == set(tensors)
         assert read.shapes() == checkpoints.tensor_shapes(checkpoints.QWEN3_MOE)
         assert all(torch.equal(read.read(name), tensor) for name, tensor in tensors.items())
         name = "model.layers.1.mlp.gate.weight"

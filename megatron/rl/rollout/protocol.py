@@ -240,8 +240,21 @@ class WeightsReport:
     digests_unmapped: tuple[str, ...]
 
 
+class EngineDescription(Protocol):
+    """What every vLLM engine says of itself, be it ours or a server's."""
+
+    @property
+    def vllm_version(self) -> str:
+        """Version of the vLLM that samples."""
+        ...
+
+
 class RolloutEngine(Protocol):
     """Anything that can produce rollouts from the current policy."""
+
+    def wait_ready(self) -> EngineDescription | None:
+        """Block until it can generate. None: nothing had to start."""
+        ...
 
     def generate(
         self, request: GenerationRequest, on_finished: OnFinished | None = None
@@ -249,7 +262,8 @@ class RolloutEngine(Protocol):
         """Sample responses with the weights of the last update.
 
         `on_finished` gets every sequence that ended, once each, in the order in which they end;
-        it runs in the calling thread, and while it does not return the engine has to wait.
+        it runs in the calling thread, and while it does not return the engine has to wait; one
+        that takes more than ten minutes counts as gone.
         """
         ...
 

@@ -85,6 +85,9 @@ class ReplayEngine:
             on_finished(FinishedSequences(ended, rollouts.select(ended)))
         return rollouts
 
+    def wait_ready(self) -> None:
+        """Records need no start."""
+
     def abort(self) -> None:
         """Nothing is ever under way."""
 

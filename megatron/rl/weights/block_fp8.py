@@ -43,7 +43,6 @@ from megatron.rl.errors import UserError
 
 BLOCK = 128
 E4M3_MAX = 448.0
-SCALE_SUFFIX = "_scale_inv"
 QUANTIZED_DTYPE = torch.float8_e4m3fn
 
 # Below this, one over the scale would leave the range of normal float32 numbers.

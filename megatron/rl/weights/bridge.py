@@ -99,7 +99,8 @@ class WeightBridge:
         bridge = config.bridge
         self._probe: Probe | None = None
         self._last_probe: ProbeResult | None = None
-        if bridge.certificate == "full" and config.rollout.engine != "replay":
+        self._replays = config.rollout.engine == "replay"
+        if bridge.certificate == "full" and not self._replays:
             self._probe = Probe(
                 policy,
                 config.parallel,
@@ -148,7 +149,8 @@ class WeightBridge:
         """Send all tensors and score the probe; None where this rank's engine lost them."""
         engine = self._engine
         tensors = self._policy.hf_tensors(
-            destinations=self._topology.owners,
+            # Records take no weights, only the version: nothing has to move.
+            destinations=() if self._replays else self._topology.owners,
             ranks_per_node=self._topology.ranks_per_node,
             allocate=engine.weight_slot if engine is not None else None,
             bucket_bytes=self._config.bridge.bucket_mib << 20,

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from megatron.rl.errors import UserError
+from megatron.rl.rollout.checkpoint_index import SCALE_SUFFIX
 from megatron.rl.weights.block_fp8 import (
     BLOCK,
     QUANTIZED_DTYPE,
-    SCALE_SUFFIX,
     BlockFP8,
     dequantize_weight,
     is_quantized,

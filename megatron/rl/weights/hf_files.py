@@ -48,9 +48,6 @@ class HFTensors:
                 )
             self._owner |= dict.fromkeys(handle.keys(), handle)
 
-    def names(self) -> set[str]:
-        return set(self._owner)
-
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of every tensor; reads none of them."""
         return {

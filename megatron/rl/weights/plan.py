@@ -190,8 +190,9 @@ class WeightPlan:
             raise UserError(f"the weights in {where} do not match its config.json: {problem}")
 
 
+@functools.lru_cache(maxsize=4)
 def plan_weights(model: Architecture, layout: ParallelConfig, naming: Naming) -> WeightPlan:
-    """Return the checked plan of a model in a layout.
+    """Return the checked plan of a model in a layout; the same one when asked again.
 
     Args:
         naming: whose modules the model is built of: see :mod:`megatron.rl.weights.names`.

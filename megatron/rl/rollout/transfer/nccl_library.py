@@ -58,7 +58,8 @@ class NcclLibrary:
                 f"no NCCL at {path} ({error}): bridge.transport nccl needs the one that torch "
                 "uses, from the package nvidia-nccl or from the system"
             ) from None
-        self.path = path
+        # Found by its name alone: the engine has to be told which file that was.
+        self.path = path if "/" in path else _mapped_path() or path
 
     def version(self) -> int:
         """As NCCL writes it: 22907 is 2.29.7."""
@@ -108,12 +109,17 @@ def loaded_library_path() -> str:
     """The NCCL that this process uses: torch's, or a name for the loader to find."""
     import torch  # noqa: F401 - it brings its NCCL along
 
+    return _mapped_path() or _DEFAULT_NAME
+
+
+def _mapped_path() -> str | None:
+    """The NCCL file that this process has in memory."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             path = line.rstrip().rpartition(" ")[2]
             if os.path.basename(path).startswith("libnccl.so"):
                 return path
-    return _DEFAULT_NAME
+    return None
 
 
 def engine_library_version() -> int:

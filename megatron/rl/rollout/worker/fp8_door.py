@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from megatron.rl.weights.block_fp8 import SCALE_SUFFIX, dequantize_weight
+from megatron.rl.weights.block_fp8 import dequantize_weight
+
+from ..checkpoint_index import SCALE_SUFFIX
 
 NamedTensor = tuple[str, torch.Tensor]
 
