@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks and rewards: two splits that never meet, and exactly one reward for each response."""
 
-from typing import Any
+import dataclasses
 
 import numpy as np
 import pytest
 
 from megatron.rl.errors import UserError
 from megatron.rl.rewards.reasoning_gym_task import ReasoningGymTask, split_of
-from megatron.rl.rewards.registry import make_task
-from megatron.rl.rewards.scoring import score_batch
+from megatron.rl.rewards.registry import TaskSpec, make_task
+from megatron.rl.rewards.scoring_pool import ScoringPool
 from megatron.rl.rewards.task import Prompt
 
 SPELL = ("reasoning_gym/spell_backward", {"min_word_len": 3, "max_word_len": 5})
@@ -19,34 +19,16 @@ ONE_DIGIT = (
     {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
 )
 
+SCRIPTED = TaskSpec("tests.unit.scripted_task:ScriptedTask")
+
 
 def question(text: str, answer: str) -> Prompt:
     return Prompt(text, "train", 0, {"question": text, "answer": answer, "metadata": {}})
 
 
-class ScriptedTask:
-    """Scores that the responses themselves name; "raise" raises."""
-
-    name = "scripted"
-
-    def prompt(self, split: Any, seed: int, index: int) -> Prompt:
-        raise NotImplementedError
-
-    def reward(self, response_text: str, prompt: Prompt) -> Any:
-        if response_text == "raise":
-            raise KeyError("no answer found")
-        return (
-            {"none": None, "nan": float("nan"), "two": 2.0, "minus": -0.5, "word": "x"}.get(
-                response_text
-            )
-            if not response_text[0].isdigit()
-            else float(response_text)
-        )
-
-
 @pytest.mark.parametrize("task", [SPELL, ONE_DIGIT], ids=lambda t: t[0])
 def test_task_splits_are_disjoint_for_all_seeds(task):
-    made = make_task(*task)
+    made = make_task(TaskSpec(*task))
     train = {made.prompt("train", seed, i).text for seed in (0, 1, 7) for i in range(300)}
     heldout = {made.prompt("heldout", seed, i).text for seed in (0, 1, 8) for i in range(100)}
     assert len(train) > 100 and len(heldout) > 10
@@ -55,7 +37,7 @@ def test_task_splits_are_disjoint_for_all_seeds(task):
 
 
 def test_task_prompts_depend_on_split_seed_and_index_only():
-    one, other = make_task(*SPELL), make_task(*SPELL)
+    one, other = make_task(TaskSpec(*SPELL)), make_task(TaskSpec(*SPELL))
     backwards = [other.prompt("train", 3, i) for i in reversed(range(50))][::-1]
     assert [one.prompt("train", 3, i) for i in range(50)] == backwards
     texts = [one.prompt("train", 3, i).text for i in range(50)]
@@ -64,7 +46,7 @@ def test_task_prompts_depend_on_split_seed_and_index_only():
 
 
 def test_task_known_answers():
-    task = make_task(*SPELL, exact=True)
+    task = make_task(TaskSpec(*SPELL, exact=True))
     prompt = task.prompt("train", 0, 0)
     word = prompt.text.rsplit(" ", 1)[1]
     answer = word[::-1]
@@ -77,47 +59,64 @@ def test_task_known_answers():
 
 def test_task_partial_credit_unless_exact():
     prompt = question("Spell this word backward (example: sun -> nus): chess", "ssehc")
-    assert make_task(*SPELL).reward("ssexx", prompt) == pytest.approx(0.6)
-    assert make_task(*SPELL, exact=True).reward("ssexx", prompt) == 0.0
+    assert make_task(TaskSpec(*SPELL)).reward("ssexx", prompt) == pytest.approx(0.6)
+    assert make_task(TaskSpec(*SPELL, exact=True)).reward("ssexx", prompt) == 0.0
     # An answer with the right one inside is worth a part in reasoning_gym: nothing with exact.
     sum_prompt = question("1 + 2 =", "3")
-    assert make_task(*ONE_DIGIT).reward("33", sum_prompt) == 0.5
-    assert make_task(*ONE_DIGIT, exact=True).reward("33", sum_prompt) == 0.0
-    assert make_task(*ONE_DIGIT, exact=True).reward("3", sum_prompt) == 1.0
+    assert make_task(TaskSpec(*ONE_DIGIT)).reward("33", sum_prompt) == 0.5
+    assert make_task(TaskSpec(*ONE_DIGIT, exact=True)).reward("33", sum_prompt) == 0.0
+    assert make_task(TaskSpec(*ONE_DIGIT, exact=True)).reward("3", sum_prompt) == 1.0
 
 
-def test_task_one_reward_for_each_response_whatever_the_scorer_does():
-    responses = ["1", "raise", "0.25", "nan", "raise", "two", "minus", "none", "word", "0.5"]
-    result = score_batch(ScriptedTask(), responses, [question("q", "a")] * len(responses))
-    np.testing.assert_array_equal(result.rewards, [1, 0, 0.25, 0, 0, 0, 0, 0, 0, 0.5])
-    assert (result.raised, result.invalid) == (2, 5)
-    assert result.first_error is not None and "KeyError" in result.first_error
-    clean = score_batch(ScriptedTask(), ["1", "0"], [question("q", "a")] * 2)
-    assert (clean.raised, clean.invalid, clean.first_error) == (0, 0, None)
-    assert score_batch(ScriptedTask(), [], []).rewards.shape == (0,)
-    with pytest.raises(ValueError, match="one prompt for each response"):
-        score_batch(ScriptedTask(), ["1", "0"], [question("q", "a")])
+def test_task_one_score_for_each_response_whatever_the_scorer_does():
+    responses = ["1", "x", "0.25", "py:score = float('nan')", "", "2.0", "-0.5", "0.5"]
+    with ScoringPool(SCRIPTED) as pool:
+        result = pool.score(responses, [question("q", "a")] * len(responses))
+        np.testing.assert_array_equal(result.scores, [1, 0, 0.25, 0, 0, 0, 0, 0.5])
+        assert (result.raised, result.invalid, result.failures) == (2, 3, 5)
+        assert result.first_error is not None and "ValueError" in result.first_error
+        clean = pool.score(["1", "0"], [question("q", "a")] * 2)
+        assert (clean.failures, clean.first_error) == (0, None)
 
 
-def test_task_a_data_set_whose_scorer_really_raises():
-    task = make_task("reasoning_gym/prime_factorization")
-    prompts = [task.prompt("train", 0, i) for i in range(3)]
-    right = [task.reference_answer(prompt) for prompt in prompts]
-    result = score_batch(task, [right[0], "no idea", right[2]], prompts)
-    np.testing.assert_array_equal(result.rewards, [1, 0, 1])
-    assert (result.raised, result.invalid) == (1, 0)
+def test_task_a_failing_answer_costs_one_score_and_shifts_no_other():
+    # The score is there, the answer is not: nothing of this response may land at another place.
+    responses = ["0.25", "0.125", "0.75"]
+    with ScoringPool(SCRIPTED) as pool:
+        result = pool.score(responses, [question("q", "a")] * 3)
+    np.testing.assert_array_equal(result.scores, [0.25, 0, 0.75])
+    assert result.answers == ("0.25", None, "0.75") and result.failures == 1
+
+
+def test_task_a_reward_of_ones_own_scores_another_tasks_prompts():
+    spec = TaskSpec(*SPELL, reward="tests.unit.scripted_task:length_reward")
+    task = make_task(spec)
+    prompt = task.prompt("train", 0, 0)
+    assert prompt == make_task(TaskSpec(*SPELL)).prompt("train", 0, 0)
+    assert task.name == SPELL[0] and task.reference_answer(prompt)
+    asked = dataclasses.replace(prompt, entry={"full": 8})
+    with ScoringPool(spec) as pool:
+        assert pool.score(["", "abcd", "x" * 20], [asked] * 3).scores.tolist() == [0, 0.5, 1]
 
 
 def test_task_bad_settings_say_what_to_change():
-    for name, params, message in (
-        ("spell_backward", {}, "expected reasoning_gym/"),
-        ("reasoning_gym/spel_backward", {}, "did you mean .*spell_backward"),
-        ("reasoning_gym/spell_backward", {"max_len": 3}, "max_len: .*max_word_len"),
-        ("reasoning_gym/spell_backward", {"seed": 3}, "seed has no effect"),
-        ("reasoning_gym/spell_backward", {"min_word_len": 9, "max_word_len": 3}, "refuses"),
+    for spec, message in (
+        (TaskSpec("spell_backward"), "expected reasoning_gym/"),
+        (TaskSpec("reasoning_gym/spel_backward"), "did you mean .*spell_backward"),
+        (TaskSpec(SPELL[0], {"max_len": 3}), "max_len: .*max_word_len"),
+        (TaskSpec(SPELL[0], {"seed": 3}), "seed has no effect"),
+        (TaskSpec(SPELL[0], {"min_word_len": 9, "max_word_len": 3}), "refuses"),
+        (TaskSpec("no.such.module:Task"), "task.name: .* cannot be imported: ModuleNotFound"),
+        (TaskSpec(SCRIPTED.name, {"x": 1}), "cannot be made: TypeError"),
+        (TaskSpec(SCRIPTED.name, exact=True), "task.exact has no effect"),
+        (TaskSpec(*SPELL, reward="function"), "task.reward: expected package.module:function"),
+        (TaskSpec(*SPELL, reward="no.such:function"), "task.reward: .* cannot be imported"),
+        (TaskSpec(*SPELL, reward="tests.unit.scripted_task:nothing"), "AttributeError"),
+        (TaskSpec(*SPELL, reward="tests.unit.scripted_task:NOT_CALLABLE"), "expected a function"),
+        (TaskSpec(*SPELL, exact=True, reward="os:getpid"), "exact has no effect with task.reward"),
     ):
         with pytest.raises(UserError, match=message):
-            make_task(name, params)
+            make_task(spec)
 
 
 def test_task_a_split_without_questions_is_an_error():
@@ -128,6 +127,6 @@ def test_task_a_split_without_questions_is_an_error():
 
 
 def test_task_without_reference_answers_says_so():
-    task = make_task("reasoning_gym/graph_color")
+    task = make_task(TaskSpec("reasoning_gym/graph_color"))
     with pytest.raises(UserError, match="no reference answers"):
         task.reference_answer(task.prompt("train", 0, 0))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.rl.errors import UserError
+from megatron.rl.rewards.reasoning_gym_scoring import score_answer
 from megatron.rl.rewards.task import SPLITS, Prompt, Split
 
 # Entries that a data set is asked for unless its params say otherwise. A few data sets build them
@@ -31,10 +32,9 @@ class ReasoningGymTask:
     are disjoint for all seeds and sizes, also where the data set repeats itself. A prompt is found
     by drawing entries, from a hash of (split, seed, index), until one belongs to the split.
 
-    Scores are the data set's own, partial credit included; with `exact` a full score is 1 and
-    everything else 0. White space around a response is dropped before it is scored. Some data
-    sets evaluate the answer as an expression (for example countdown and puzzle24): they run text
-    that the policy wrote.
+    Scores are the data set's own, partial credit included, but for what it gives to any text, see
+    :mod:`~megatron.rl.rewards.reasoning_gym_scoring`; with `exact` a full score is 1 and everything
+    else 0. White space around a response is dropped before it is scored.
 
     Args:
         dataset: name of a reasoning_gym data set, such as "spell_backward".
@@ -51,6 +51,7 @@ class ReasoningGymTask:
         self._dataset = _make_dataset(dataset, dict(params or {}))
         self._size = len(self._dataset)
         self._exact = exact
+        self._data_set_name = dataset
         self._name = f"reasoning_gym/{dataset}"
 
     @property
@@ -74,7 +75,8 @@ class ReasoningGymTask:
 
     def reward(self, response_text: str, prompt: Prompt) -> float:
         """Score a response with the data set's own rule."""
-        score = self._dataset.score_answer(response_text.strip(), dict(prompt.entry))
+        rule = self._dataset.score_answer
+        score = score_answer(self._data_set_name, rule, response_text.strip(), prompt.entry)
         return float(score >= 1.0) if self._exact else score
 
     def reference_answer(self, prompt: Prompt) -> str:

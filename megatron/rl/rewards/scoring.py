@@ -1,71 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of a batch of responses: exactly one each, whatever the scorer does."""
+"""Scores of a batch of responses: exactly one each, whatever the scorer does."""
 
-import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.rl.rewards.task import Prompt, Task
+from megatron.rl.rewards.score import Outcome, Score
+
+_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True)
-class RewardBatch:
-    """The rewards of B responses, in their order.
+class ScoreBatch:
+    """The scores of B responses, in their order.
 
-    rewards      [B] float64, finite, in [0, 1]
-    raised       responses whose scorer raised; their reward is 0
-    invalid      responses whose score was no finite number in [0, 1]; their reward is 0
-    first_error  what went wrong first, for the log; None when nothing did
+    scores       [B] float64, finite, in [0, 1]
+    answers      [B] what the task found as the answer, in canonical form; None where nothing, and
+                 everywhere for a task that has no `answer`
+    raised       responses whose scorer raised; they and the following three have score 0
+    invalid      responses whose score was no finite number in [0, 1], or that were too long
+    timed_out    responses whose scorer was ended at its time limit
+    died         responses whose scorer's process ended
+    first_error  what went wrong with the first of them, for the log; None when nothing did
     """
 
-    rewards: npt.NDArray[np.float64]
+    scores: npt.NDArray[np.float64]
+    answers: tuple[str | None, ...]
     raised: int
     invalid: int
+    timed_out: int
+    died: int
     first_error: str | None
 
+    @property
+    def failures(self) -> int:
+        """Responses that could not be scored, for whatever reason."""
+        return self.raised + self.invalid + self.timed_out + self.died
 
-def score_batch(task: Task, responses: Sequence[str], prompts: Sequence[Prompt]) -> RewardBatch:
-    """Score ``responses[b]`` as an answer to ``prompts[b]``.
 
-    A scorer that fails on one response costs that response its reward, and no other: a reward is
-    written at its own place, never appended. Failures are counted, since a reward of 0 alone would
-    hide a broken scorer behind a policy that seems not to learn.
+def batch_scores(task_name: str, responses: Sequence[str], scores: Sequence[Score]) -> ScoreBatch:
+    """Put single scores together.
 
-    Raises:
-        ValueError: the two sequences differ in length.
+    Failures are counted, since a score of 0 alone would hide a broken scorer behind a policy that
+    seems not to learn.
     """
-    if len(responses) != len(prompts):
-        raise ValueError(
-            f"expected one prompt for each response, got {len(prompts)} prompts and "
-            f"{len(responses)} responses; repeat a prompt for each response of its group"
-        )
-    rewards = np.zeros(len(responses), dtype=np.float64)
-    raised = invalid = 0
+    count = Counter(score.outcome for score in scores)
     first_error: str | None = None
-    for place, (response, prompt) in enumerate(zip(responses, prompts, strict=True)):
-        try:
-            score = task.reward(response, prompt)
-        except Exception as error:
-            raised += 1
-            problem = f"raised {type(error).__name__}: {error}"
-        else:
-            value = _as_reward(score)
-            if value is not None:
-                rewards[place] = value
-                continue
-            invalid += 1
-            problem = f"returned {score!r}, expected a finite number in [0, 1]"
-        if first_error is None:
-            first_error = f"{task.name} {problem} (response {place}, {response[:80]!r})"
-    return RewardBatch(rewards, raised, invalid, first_error)
-
-
-def _as_reward(score: object) -> float | None:
-    try:
-        value = float(score)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return value if math.isfinite(value) and 0.0 <= value <= 1.0 else None
+    for place, (response, score) in enumerate(zip(responses, scores, strict=True)):
+        if score.outcome is not Outcome.SCORED:
+            shown = response[:_SHOWN_CHARS]
+            first_error = f"{task_name} {score.problem} (response {place}, {shown!r})"
+            break
+    return ScoreBatch(
+        scores=np.array([score.value for score in scores], dtype=np.float64),
+        answers=tuple(score.answer for score in scores),
+        raised=count[Outcome.RAISED],
+        invalid=count[Outcome.INVALID],
+        timed_out=count[Outcome.TIMED_OUT],
+        died=count[Outcome.DIED],
+        first_error=first_error,
+    )
