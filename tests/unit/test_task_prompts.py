@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt batches: the order, the cursor, the length limit, and the tokenizer's two templates."""
+"""Prompt batches: the order, the cursor, the length limit, and what belongs to one set of data."""
 
 import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.rl.data.prompt_batch import PromptBatch, pack_prompts
 from megatron.rl.data.prompt_source import HELDOUT_ID_OFFSET, PromptSource
-from megatron.rl.data.prompt_tokenizer import PromptTokenizer
 from megatron.rl.errors import UserError
-from megatron.rl.rewards.registry import make_task
+from megatron.rl.rewards.registry import TaskSpec, make_task
 from megatron.rl.rewards.task import Prompt
 
-TASK = make_task("reasoning_gym/spell_backward", {"min_word_len": 3, "max_word_len": 5})
+TASK = make_task(TaskSpec("reasoning_gym/spell_backward", {"min_word_len": 3, "max_word_len": 5}))
 
 
 class NumberedTask:
@@ -28,6 +27,25 @@ class NumberedTask:
 
     def prompt(self, split, seed, index):
         return Prompt(f"{split} {index % self.distinct}", split, index, {})
+
+    def reward(self, response_text, prompt):
+        return 0.0
+
+
+class FiniteTask:
+    """Some texts a split; the seed has no say."""
+
+    name = "finite"
+
+    def __init__(self, train, heldout=("held out",), answer="1"):
+        self.texts = {"train": list(train), "heldout": list(heldout)}
+        self.answer = answer
+
+    def num_prompts(self, split):
+        return len(self.texts[split])
+
+    def prompt(self, split, seed, index):
+        return Prompt(self.texts[split][index], split, index, {"answer": self.answer})
 
     def reward(self, response_text, prompt):
         return 0.0
@@ -117,61 +135,87 @@ def test_task_heldout_is_one_fixed_set_without_repeats():
         source(NumberedTask(8)).heldout(9)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A byte tokenizer with two end tokens, the second known to generation_config.json only."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<pad>", "<eos>", "<end>", *alphabet]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(tokens[:3])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-    ).save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
-    return tmp_path
-
-
-def test_task_tokenizer_base_template(folder):
-    tokenizer = PromptTokenizer(folder)
-    assert not tokenizer.has_chat_template
-    assert tokenizer.decode_response(tokenizer.encode_prompt("2 + {x} =")) == "2 + {x} =\n"
-
-
-def test_task_tokenizer_chat_template(folder):
-    template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
+def finite(train, seed=5, max_prompt_tokens=100, **task):
+    return PromptSource(
+        FiniteTask(train, **task), encode, seed=seed, max_prompt_tokens=max_prompt_tokens
     )
-    (folder / "chat_template.jinja").write_text(template)
-    tokenizer = PromptTokenizer(folder)
-    ids = tokenizer.encode_prompt("2 + 2 =")
-    assert tokenizer.has_chat_template
-    assert tokenizer.decode_response(ids) == "<user>2 + 2 =<end><assistant>"
-    assert ids.count(2) == 1
 
 
-def test_task_responses_lose_the_end_token_only(folder):
-    tokenizer = PromptTokenizer(folder)
-    assert tokenizer.eos_token_ids == (2, 1)
-    five = tokenizer.encode_prompt("5")[0]
-    for ids, text in (
-        ([five, 1], "5"),
-        ([five, 2], "5"),
-        ([five], "5"),
-        ([five, 1, 1], "5<eos>"),
-        ([five, 0, five, 1], "5<pad>5"),
-        ([1], ""),
-        ([], ""),
-        (np.array([five, 2], np.int32), "5"),
-    ):
-        assert tokenizer.decode_response(ids) == text
+def test_a_finite_task_brings_every_problem_once_an_epoch():
+    questions = [f"question {i}" for i in range(37)]
+    stream = texts(finite(questions).next_batch(37 * 3))
+    epochs = [stream[start : start + 37] for start in (0, 37, 74)]
+    assert all(sorted(epoch) == sorted(questions) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    other = texts(finite(questions, seed=6).next_batch(37))
+    assert sorted(other) == sorted(questions) and other != epochs[0]
 
 
-def test_task_tokenizer_errors(folder, tmp_path):
-    with pytest.raises(UserError, match="model folder"):
-        PromptTokenizer(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no tokenizer"):
-        PromptTokenizer(tmp_path / "empty")
+def test_problems_of_a_finite_task_that_are_too_long_are_skipped_in_every_epoch():
+    questions = [f"question {i}" for i in range(20)] + ["long " * 50] * 3
+    limited = finite(questions)
+    assert sorted(texts(limited.next_batch(40))) == sorted(questions[:20] * 2)
+    drawn = limited.state()["next_draw"]
+    assert limited.dropped == drawn - 40 and 3 <= limited.dropped <= 6
+    with pytest.raises(UserError, match="only 0 of 2 train prompts"):
+        finite(["long " * 50]).next_batch(2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.data())
+def test_a_finite_stream_resumes_at_any_draw_and_across_epochs(sizes, data):
+    questions = [f"question {i}" for i in range(7)] + ["long " * 50]
+    straight = finite(questions)
+    batches = [straight.next_batch(size) for size in sizes]
+    stop = data.draw(st.integers(0, len(sizes)))
+    stopped = finite(questions)
+    for size in sizes[:stop]:
+        stopped.next_batch(size)
+    resumed = finite(questions)
+    resumed.load_state(json.loads(json.dumps(stopped.state())))
+    for batch, size in zip(batches[stop:], sizes[stop:], strict=True):
+        again = resumed.next_batch(size)
+        assert texts(again) == texts(batch)
+        np.testing.assert_array_equal(again.prompt_ids, batch.prompt_ids)
+    assert resumed.state() == straight.state()
+
+
+def test_a_state_belongs_to_its_data():
+    questions = [f"question {i}" for i in range(8)]
+    state = finite(questions).state()
+    finite(list(questions)).load_state(state)
+    others = (
+        finite([*questions[:-1], "question 8"]),
+        finite(questions[::-1]),
+        finite(questions, answer="2"),
+        finite([*questions, "one more"]),
+        finite(questions, seed=6),
+    )
+    for other in others:
+        with pytest.raises(UserError, match="same data and settings"):
+            other.load_state(state)
+    with pytest.raises(UserError, match="drawn with problems finite-less"):
+        finite(questions).load_state({**state, "data": "finite-less"})
+    # A task that makes its prompts is known by its name.
+    assert source().state()["data"] == TASK.name
+
+
+def test_heldout_of_a_finite_task_is_its_first_problems_or_all():
+    heldout = ["a", "b", "a", "long " * 50, "c"]
+    one = finite(["q"], heldout=heldout)
+    assert texts(one.heldout(2)) == ["a", "b"]
+    everything = one.heldout(None)
+    assert texts(everything) == ["a", "b", "c"] and everything.dropped == 1
+    with pytest.raises(UserError, match="only 3 of 4 heldout"):
+        one.heldout(4)
+    with pytest.raises(UserError, match="only 0 of 1 heldout"):
+        finite(["q"], heldout=[]).heldout(None)
+    with pytest.raises(UserError, match="never end"):
+        source().heldout(None)
+
+
+def test_an_epoch_of_a_finite_task_has_no_other_length():
+    with pytest.raises(UserError, match="an epoch is all of its 1 problems"):
+        PromptSource(FiniteTask(["q"]), encode, seed=1, max_prompt_tokens=9, prompts_per_epoch=5)
+    with pytest.raises(UserError, match="at least 1, got 100 and 0"):
+        finite([])

@@ -1,36 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model's own tokenizer: prompts in, responses out, nothing encoded twice."""
 
-import json
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.rl.data.prompt_template import PromptTemplate
 from megatron.rl.errors import UserError
+from megatron.rl.plain_files import read_json_object
 
-# What a model without a chat template is shown.
-BASE_TEMPLATE = "{question}\n"
+# Stands for an id that the tokenizer has no token for: models pad their vocabulary, Qwen3 from
+# 151,669 to 151,936. No digit in it, since a digit could be read as an answer.
+UNKNOWN_TOKEN = "<|unknown token|>"
 
 
 class PromptTokenizer:
     """Turns questions into token ids, and sampled token ids into text for the scorer.
 
-    A question goes through the tokenizer's chat template where there is one, with the generation
-    prompt added, and through `BASE_TEMPLATE` otherwise. Responses are decoded only: the
-    tokens that the engine sampled are the tokens that are trained on, since encoding the decoded
-    text again need not give them back.
+    Responses are decoded only: the tokens that the engine sampled are the tokens that are trained
+    on, since encoding the decoded text again need not give them back. No padding token is needed:
+    sequences are told apart by their lengths everywhere, never by a token.
 
     Args:
         folder: Hugging Face model folder on this machine; nothing is downloaded.
+        template: ``auto``, ``chat``, ``base`` or a text with ``{question}``, see
+            :class:`~megatron.rl.data.prompt_template.PromptTemplate`. All but the folder may be
+            left out; a question then goes through the chat template where there is one.
+        system_prompt: of the chat template.
+        template_args: further variables of the chat template, such as ``enable_thinking``.
 
     Raises:
-        UserError: no tokenizer there, or no end-of-sequence token.
+        UserError: no tokenizer there, no end-of-sequence token, or template settings that do not
+            fit the model.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        template: str = "auto",
+        system_prompt: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
         self._folder = Path(folder)
         self._tokenizer = _load(self._folder)
         self._eos_token_ids = _eos_token_ids(self._folder, self._tokenizer)
+        self._template = PromptTemplate(
+            self._tokenizer, template, system_prompt, template_args or {}
+        )
+        self._known_ids = frozenset(self._tokenizer.get_vocab().values())
+        self._vocab_size = _vocab_size(self._folder)
+        self._leading_ids = _leading_ids(self._tokenizer)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -40,30 +61,46 @@ class PromptTokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether prompts go through a chat template."""
-        return bool(self._tokenizer.chat_template)
+        return self._template.is_chat
 
     def encode_prompt(self, question: str) -> list[int]:
-        """Return the token ids of a question in its template."""
-        if self.has_chat_template:
-            text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        """Return the token ids of a question in its template.
+
+        Raises:
+            UserError: a token that the model has no embedding for.
+        """
+        ids = _encode(self._tokenizer, self._template.render(question))
+        # A chat template writes its special tokens itself; a text of the user's may begin with one.
+        leading = self._leading_ids
+        if not self._template.is_chat and ids[: len(leading)] != leading:
+            ids = leading + ids
+        if self._vocab_size is not None and ids and max(ids) >= self._vocab_size:
+            token = self._tokenizer.convert_ids_to_tokens(max(ids))
+            raise UserError(
+                f"{self._folder}: the prompt has the token {token!r} of id {max(ids)}, the model's "
+                f"vocabulary has {self._vocab_size} (config.json); the tokenizer has tokens that "
+                "the model was not given"
             )
-        else:
-            text = BASE_TEMPLATE.replace("{question}", question)
-        # A chat template writes its special tokens itself.
-        encoded = self._tokenizer(
-            text, add_special_tokens=not self.has_chat_template, verbose=False
-        )
-        return list(encoded["input_ids"])
+        return ids
 
     def decode_response(self, token_ids: Sequence[int]) -> str:
         """Return the text of a response, without the token that ended it.
 
-        Any other special token stays visible: a scorer must not overlook what the policy wrote.
+        Any other special token stays visible, and so does an id that stands for no token
+        (:data:`UNKNOWN_TOKEN`): a scorer must not overlook what the policy wrote.
         """
         ids = [int(token) for token in token_ids]
         if ids and ids[-1] in self._eos_token_ids:
             ids.pop()
+        if self._known_ids.issuperset(ids):
+            return self._decode(ids)
+        runs = itertools.groupby(ids, self._known_ids.__contains__)
+        return "".join(
+            self._decode(list(run)) if known else UNKNOWN_TOKEN * len(list(run))
+            for known, run in runs
+        )
+
+    def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -85,12 +122,35 @@ def _load(folder: Path) -> Any:
         ) from None
 
 
+def _encode(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def _leading_ids(tokenizer: Any) -> list[int]:
+    """Return the tokens that the tokenizer puts before a text, such as bos.
+
+    What some put behind it, an eos, does not belong to a prompt.
+    """
+    bare, whole = _encode(tokenizer, "a"), _encode(tokenizer, "a", special=True)
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start]
+    return []
+
+
+def _vocab_size(folder: Path) -> int | None:
+    """Return the number of the model's embeddings; None in a folder without config.json."""
+    config = _json(folder / "config.json")
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return None if size is None else int(size)
+
+
 def _eos_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     ids: list[int] = []
-    file = folder / "generation_config.json"
-    if file.is_file():
-        stated = json.loads(file.read_text()).get("eos_token_id")
-        ids += stated if isinstance(stated, list) else [] if stated is None else [stated]
+    stated = _json(folder / "generation_config.json").get("eos_token_id")
+    if stated is None:
+        stated = _json(folder / "config.json").get("eos_token_id")
+    ids += stated if isinstance(stated, list) else [] if stated is None else [stated]
     if tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
     if not ids:
@@ -99,3 +159,7 @@ def _eos_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
             "eos_token_id in generation_config.json"
         )
     return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return read_json_object(file) if file.is_file() else {}
