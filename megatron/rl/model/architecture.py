@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Hugging Face ``config.json`` says about a model, checked."""
 
-import json
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.rl.errors import UserError
+from megatron.rl.plain_files import read_json_object
+
+# Sizes are 32-bit integers in kernels and file formats.
+MAX_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -62,44 +67,45 @@ def read_architecture(model_path: str | Path) -> Architecture:
             this project converts; the message names the key.
     """
     config_path = Path(model_path) / "config.json"
-    if not config_path.is_file():
+    if not os.path.isfile(config_path):  # Path.is_file raises for a name that is too long
         raise UserError(
             f"model.path: expected a Hugging Face model folder with config.json, found none in "
             f"{model_path}"
         )
-    return parse_architecture(json.loads(config_path.read_text()))
+    return parse_architecture(read_json_object(config_path))
 
 
 def parse_architecture(config: dict[str, Any]) -> Architecture:
     """Turn the content of a ``config.json`` into an :class:`Architecture`; see there."""
     model_type = config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in SUPPORTED_MODEL_TYPES:
         raise UserError(
             f"model.path: model_type is {model_type!r}, supported are "
             f"{', '.join(SUPPORTED_MODEL_TYPES)}"
         )
     kind = SUPPORTED_MODEL_TYPES[model_type]
     _refuse_variants(config, kind)
-    heads = config["num_attention_heads"]
+    heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     moe: dict[str, int] = {}
     if kind.has_experts:
         moe = {
-            "num_experts": config.get("num_experts") or config["num_local_experts"],
-            "experts_per_token": config["num_experts_per_tok"],
-            "moe_ffn_hidden_size": config["moe_intermediate_size"],
+            "num_experts": _size(config, "num_experts", "num_local_experts"),
+            "experts_per_token": _size(config, "num_experts_per_tok"),
+            "moe_ffn_hidden_size": _size(config, "moe_intermediate_size"),
         }
+    theta = _rope(config).get("rope_theta", config.get("rope_theta", 10000.0))
     return Architecture(
         model_type=model_type,
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        ffn_hidden_size=config["intermediate_size"],
+        num_layers=_size(config, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_hidden_size=_size(config, "intermediate_size"),
         num_heads=heads,
-        num_groups=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        rope_theta=float(_rope(config).get("rope_theta", config.get("rope_theta", 10000.0))),
-        norm_eps=config["rms_norm_eps"],
+        num_groups=_size(config, "num_key_value_heads", default=heads),
+        head_dim=_size(config, "head_dim", default=hidden_size // heads),
+        vocab_size=_size(config, "vocab_size"),
+        max_positions=_size(config, "max_position_embeddings"),
+        rope_theta=_positive("rope_theta", theta),
+        norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps")),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qk_norm=kind.qk_norm,
         **moe,
@@ -108,7 +114,33 @@ def parse_architecture(config: dict[str, Any]) -> Architecture:
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     # transformers 5 writes rope_parameters; earlier releases rope_theta beside rope_scaling.
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"model.path: rope_parameters in config.json is {rope!r}")
+    return rope
+
+
+def _size(config: dict[str, Any], *keys: str, default: int | None = None) -> int:
+    """Return the first of these keys that is there and not null or 0, as a positive integer."""
+    value = next((config[key] for key in keys if config.get(key)), default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_SIZE:
+        raise UserError(
+            f"model.path: {keys[0]} in config.json is {_short(value)}, expected a positive integer"
+        )
+    return value
+
+
+def _positive(key: str, value: object) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise UserError(
+            f"model.path: {key} in config.json is {_short(value)}, expected a positive number"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def _short(value: object) -> str:
+    return "missing" if value is None else repr(value)[:60]
 
 
 def _refuse_variants(config: dict[str, Any], kind: ModelType) -> None:

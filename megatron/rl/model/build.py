@@ -20,12 +20,19 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from megatron.rl import cpu_backend
 from megatron.rl.errors import UserError
 from megatron.rl.model.architecture import Architecture
 from megatron.rl.model.cpu_modules import CPUSpecProvider
+from megatron.rl.model.fp8 import FP8Settings, check_transformer_options, transformer_fields
+from megatron.rl.model.fp8_emulation import BlockwiseRecipe, emulated_recipe
+from megatron.rl.model.fp8_requirements import require_transformer_engine
 from megatron.rl.parallel import ParallelConfig
 from megatron.rl.weights.names import Naming
 
@@ -56,6 +63,7 @@ class BuildOptions:
 
     dtype: torch.dtype = torch.float32
     transformer: dict[str, Any] = field(default_factory=dict)
+    fp8: FP8Settings = field(default_factory=FP8Settings)
 
 
 def transformer_config(
@@ -76,7 +84,12 @@ def transformer_config(
                 f"megatron.transformer.{name} is set from the model, the layout or the loss; "
                 "remove it"
             )
-    settings = _architecture_fields(model) | _layout_fields(layout, options) | options.transformer
+    on_cpu = cpu_backend.is_installed()
+    check_transformer_options(options.transformer, options.fp8, emulated=on_cpu)
+    settings = _architecture_fields(model) | _layout_fields(layout, options)
+    if not on_cpu:
+        settings |= transformer_fields(options.fp8, is_moe=model.is_moe)
+    settings |= options.transformer
     try:
         return TransformerConfig(**settings)
     except (ValueError, AssertionError) as error:
@@ -162,11 +175,31 @@ def parameter_naming() -> Naming:
     return "local" if cpu_backend.is_installed() else "transformer_engine"
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline stage: local modules on CPU, Transformer Engine on GPU."""
+def layer_spec(
+    config: TransformerConfig, vp_stage: int | None, fp8: FP8Settings | None = None
+) -> TransformerBlockSubmodules:
+    """Return the layers of this pipeline stage: local modules on CPU, Transformer Engine on GPU.
+
+    Args:
+        fp8: what CPU layers emulate; those of Transformer Engine are told by ``config``.
+    """
     if not cpu_backend.is_installed():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    backend = CPUSpecProvider()
+    fp8 = fp8 or FP8Settings()
+    recipe = emulated_recipe(fp8) if fp8.enabled else None
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    return TransformerBlockSubmodules(
+        layer_specs=[
+            _cpu_layer(config, recipe if fp8.quantizes_layer(layer, config.num_layers) else None)
+            for layer in layers
+        ],
+        layer_norm=CPUSpecProvider().layer_norm(rms_norm=True),
+    )
+
+
+def _cpu_layer(config: TransformerConfig, fp8: BlockwiseRecipe | None) -> ModuleSpec:
+    backend = CPUSpecProvider(fp8)
     norm = backend.layer_norm(rms_norm=True)
     attention = ModuleSpec(
         module=SelfAttention,
@@ -179,7 +212,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
             k_layernorm=norm if config.qk_layernorm else None,
         ),
     )
-    layer = ModuleSpec(
+    return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
@@ -190,9 +223,6 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm
-    )
 
 
 def build_model(
@@ -202,20 +232,29 @@ def build_model(
 
     One chunk of layers, or ``layout.virtual`` of them in the order of the layers. The process
     groups must exist (:func:`megatron.rl.parallel.build_groups`).
+
+    Raises:
+        UserError: as :func:`transformer_config`, or FP8 that this machine does not have.
     """
+    if not cpu_backend.is_installed():
+        require_transformer_engine(options.fp8)
     config = transformer_config(model, layout, options)
     return [
-        _build_chunk(model, layout, config, vp_stage)
+        _build_chunk(model, layout, config, layer_spec(config, vp_stage, options.fp8), vp_stage)
         for vp_stage in ([None] if layout.virtual is None else range(layout.virtual))
     ]
 
 
 def _build_chunk(
-    model: Architecture, layout: ParallelConfig, config: TransformerConfig, vp_stage: int | None
+    model: Architecture,
+    layout: ParallelConfig,
+    config: TransformerConfig,
+    layers: TransformerBlockSubmodules,
+    vp_stage: int | None,
 ) -> GPTModel:
     return GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, vp_stage),
+        transformer_layer_spec=layers,
         vocab_size=layout.padded_vocab_size(model.vocab_size),
         max_sequence_length=model.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

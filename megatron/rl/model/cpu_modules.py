@@ -8,6 +8,9 @@ serve as oracles too.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -15,10 +18,17 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.rl.context_parallel import ContextShard, held_positions, order_of_gathered
+from megatron.rl.model.fp8_emulation import BlockwiseRecipe
+from megatron.rl.model.fp8_linear import (
+    BlockwiseColumnParallelLinear,
+    BlockwiseRowParallelLinear,
+)
 
 
 class RMSNorm(torch.nn.Module):
@@ -171,7 +181,34 @@ def _pad(x: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 class CPUSpecProvider(LocalSpecProvider):
-    """Megatron's local layer modules, with the two replacements of this file."""
+    """Megatron's local layer modules, with the two replacements of this file.
+
+    Args:
+        fp8: linear layers round their operands so; None: they do not.
+    """
+
+    def __init__(self, fp8: BlockwiseRecipe | None = None) -> None:
+        self._fp8 = fp8
+
+    def column_parallel_linear(self) -> Callable[..., Any]:
+        if self._fp8 is None:
+            return super().column_parallel_linear()
+        return partial(BlockwiseColumnParallelLinear, recipe=self._fp8)
+
+    def row_parallel_linear(self) -> Callable[..., Any]:
+        if self._fp8 is None:
+            return super().row_parallel_linear()
+        return partial(BlockwiseRowParallelLinear, recipe=self._fp8)
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Callable[..., Any]:
+        return partial(
+            SequentialMLP,
+            submodules=MLPSubmodules(
+                linear_fc1=self.column_parallel_linear(),
+                linear_fc2=self.row_parallel_linear(),
+                activation_func=self.activation_func(),
+            ),
+        )
 
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False

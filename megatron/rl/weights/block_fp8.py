@@ -17,9 +17,10 @@ of an activation. The values are stored as e4m3 (four exponent bits, three manti
 Conventions that both sides must share, and so live only here:
 
 - ``amax`` is raised to ``amax_floor`` first, which gives zero and tiny blocks a finite scale; zeros
-  stay zeros. vLLM's activation quantisers use the same 1e-10; Transformer Engine has no floor
-  unless one is set. With power-of-two scales the two agree bit for bit on every block whose amax is
-  at least the floor. (Its float32 scales are 1 / (448 / amax), which may differ in the last bit.)
+  stay zeros. Transformer Engine has no floor, so ours is as low as float32 allows. With
+  power-of-two scales the two agree bit for bit on every block whose amax is at least the floor, and
+  in values on zero blocks, to which it gives the scale 1. (Its float32 scales are 1 / (448 / amax),
+  which may differ in the last bit.)
 - Values are divided by ``scale_inv`` in float32 and rounded to the nearest e4m3, ties to even. A
   bfloat16 tensor and its float32 copy give the same bytes.
 - Blocks at the right and lower edge may be smaller; they have scales like any other.
@@ -43,6 +44,7 @@ from megatron.rl.errors import UserError
 
 BLOCK = 128
 E4M3_MAX = 448.0
+E5M2_MAX = 57344.0
 QUANTIZED_DTYPE = torch.float8_e4m3fn
 
 # Below this, one over the scale would leave the range of normal float32 numbers.
@@ -53,10 +55,12 @@ SMALLEST_FLOOR = 1e-30
 CPU_STRIPE_ROWS = BLOCK
 GPU_STRIPE_ROWS = 64 * BLOCK
 
-# What lies between powers of two in the bits of a float32. 448 is 1.75 * 2**8, hence the two.
+# What lies between powers of two in the bits of a float32. The largest e4m3 is 1.75 * 2**8, the
+# largest e5m2 1.75 * 2**15, hence the two.
 _MANTISSA_BITS = 23
 _MANTISSA_ABOVE_1_75 = (1 << _MANTISSA_BITS) - 1 - (0b11 << (_MANTISSA_BITS - 2))
-_EXPONENT_OF_448 = 8
+_LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_EXPONENT_OF_LARGEST = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 _QUANTIZED_NAME = re.compile(r"\.(?:[qkvo]|gate|up|down)_proj\.weight\Z")
 
@@ -72,7 +76,7 @@ class BlockFP8:
     scales: Literal["float32", "power_of_two"] = "power_of_two"
     """``power_of_two``: amax / 448 rounded up to a power of two; ``float32``: amax / 448 itself."""
 
-    amax_floor: float = 1e-10
+    amax_floor: float = SMALLEST_FLOOR
     """The smallest amax that a scale is computed from."""
 
     def __post_init__(self) -> None:
@@ -194,19 +198,23 @@ def dequantize_weight(
     )
 
 
-def quantize_activation(x: Tensor, fmt: BlockFP8) -> QuantizedActivation:
-    """Quantise an activation in blocks of 128 along its last dimension.
+def quantize_activation(
+    x: Tensor, fmt: BlockFP8, dtype: torch.dtype = QUANTIZED_DTYPE
+) -> QuantizedActivation:
+    """Quantise an activation, or a gradient of one, in blocks of 128 along its last dimension.
 
     A block with a NaN or an infinity in it comes back as NaN.
 
     Args:
         x: [..., K] float32 or bfloat16. No gradient.
+        fmt: how scales are chosen.
+        dtype: e4m3, or e5m2 for gradients in Transformer Engine's hybrid format.
     """
     columns = x.size(-1)
     blocks = F.pad(x.detach().float(), (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
-    scale_inv = _scale_inv(blocks.abs().amax(-1), fmt)
-    _apply_factor(blocks, _factor(scale_inv, fmt).unsqueeze(-1), fmt)  # pad made a copy
-    data = blocks.to(QUANTIZED_DTYPE).flatten(-2)[..., :columns].contiguous()
+    scale_inv = _scale_inv(blocks.abs().amax(-1), fmt, dtype)
+    _apply_factor(blocks, _factor(scale_inv, fmt).unsqueeze(-1), fmt, dtype)  # pad made a copy
+    data = blocks.to(dtype).flatten(-2)[..., :columns].contiguous()
     return QuantizedActivation(data, scale_inv)
 
 
@@ -301,7 +309,7 @@ def _block_amax(weight: Tensor, heights: list[int]) -> Tensor:
     return by_column.unflatten(1, (-1, BLOCK)).amax(2).view(weight.dtype).float()
 
 
-def _scale_inv(amax: Tensor, fmt: BlockFP8) -> Tensor:
+def _scale_inv(amax: Tensor, fmt: BlockFP8, dtype: torch.dtype = QUANTIZED_DTYPE) -> Tensor:
     """Return the scale of each block, from its largest magnitude (both float32).
 
     NaN where the largest magnitude is not finite, so that the whole block becomes NaN: casts to
@@ -311,11 +319,11 @@ def _scale_inv(amax: Tensor, fmt: BlockFP8) -> Tensor:
     amax = amax.clamp_min(fmt.amax_floor)
     if fmt.scales == "float32":
         # By a tensor: division by a Python number becomes a multiplication on some devices.
-        scale_inv = amax / torch.full_like(amax, E4M3_MAX)
+        scale_inv = amax / torch.full_like(amax, _LARGEST[dtype])
     else:
-        # Round the exponent up when the mantissa is above that of 448, then clear the mantissa.
+        # Round the exponent up when the mantissa is above 1.75, then clear the mantissa.
         exponent = (amax.view(torch.int32) + _MANTISSA_ABOVE_1_75) >> _MANTISSA_BITS
-        scale_inv = ((exponent - _EXPONENT_OF_448) << _MANTISSA_BITS).view(torch.float32)
+        scale_inv = ((exponent - _EXPONENT_OF_LARGEST[dtype]) << _MANTISSA_BITS).view(torch.float32)
     return scale_inv.masked_fill(~finite, math.nan)
 
 
@@ -324,10 +332,12 @@ def _factor(scale_inv: Tensor, fmt: BlockFP8) -> Tensor:
     return scale_inv.reciprocal() if fmt.scales == "power_of_two" else scale_inv
 
 
-def _apply_factor(values: Tensor, factor: Tensor, fmt: BlockFP8) -> None:
-    """Divide by the scale, in place, and stay within what e4m3 can hold."""
+def _apply_factor(
+    values: Tensor, factor: Tensor, fmt: BlockFP8, dtype: torch.dtype = QUANTIZED_DTYPE
+) -> None:
+    """Divide by the scale, in place, and stay within what the FP8 type can hold."""
     if fmt.scales == "power_of_two":
         values.mul_(factor)  # by the reciprocal: exact, and faster than a division
     else:
         # amax / (amax / 448) may be a little more than 448, which some casts turn into NaN.
-        values.div_(factor).clamp_(-E4M3_MAX, E4M3_MAX)
+        values.div_(factor).clamp_(-_LARGEST[dtype], _LARGEST[dtype])

@@ -188,6 +188,8 @@ class WeightBridge:
         if config.bridge.probe_tolerance is not None:
             return config.bridge.probe_tolerance
         precision: str = config.bridge.quantization
+        if precision == "none" and config.model.fp8 != "none":
+            precision = "block_fp8"  # of the policy, then
         if precision == "none":
             dtypes = {config.model.dtype, config.rollout.dtype} - {"same"}
             precision = max(dtypes, key=DEFAULT_TOLERANCE.__getitem__)

@@ -122,7 +122,7 @@ class Probe:
                 mine,
                 minibatch=MinibatchSize.of(sequences.response_lengths),
                 loss=self._head.loss,
-                pad_multiple=self._layout.tensor if self._layout.sequence_parallel else 1,
+                pad_multiple=self._policy.input_multiple,
                 device=self._policy.device,
                 context=context_shard(),
             )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.rl.errors import UserError
+from megatron.rl.plain_files import read_json_object
 from megatron.rl.rollout.checkpoint_index import SCALE_SUFFIX
 from megatron.rl.weights.block_fp8 import (
     BLOCK,
@@ -114,14 +115,7 @@ def check_destination(out: Path, checkpoint: Path, *, force: bool) -> None:
 
 def read_config(checkpoint: Path) -> dict[str, Any]:
     """Read config.json."""
-    path = checkpoint / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return config
+    return read_json_object(checkpoint / "config.json")
 
 
 def export_checkpoint(

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,7 +26,8 @@ class HFTensors:
     Use as a context manager.
 
     Raises:
-        UserError: the folder holds no ``*.safetensors`` file, or a tensor in two of them.
+        UserError: the folder holds no ``*.safetensors`` file, a damaged one, or a tensor in two of
+            them.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -39,7 +40,12 @@ class HFTensors:
         self._files: list[Any] = []
         self._owner: dict[str, Any] = {}
         for path in paths:
-            handle = safe_open(path, framework="pt")
+            try:
+                handle = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"model.path: {path} is not a whole *.safetensors file: {error}; fetch it again"
+                ) from None
             self._files.append(handle)
             if twice := self._owner.keys() & handle.keys():
                 raise UserError(

@@ -28,8 +28,22 @@ def load_hf_checkpoint(
         plan.check_against_checkpoint(tensors.shapes(), f"model.path {folder}")
         for held in plan.held_by(rank):
             parameter = parameters[held.parameter.chunk][held.parameter.name]
+            value = _high_precision(parameter)
             if held.parameter.padding:
-                parameter[-held.parameter.padding :].zero_()
+                value[-held.parameter.padding :].zero_()
             for name, piece in held.pieces:
-                source = piece.source.index(parameter.dim())
-                parameter[source].copy_(tensors.read_part(name, piece.target))
+                source = piece.source.index(value.dim())
+                value[source].copy_(tensors.read_part(name, piece.target))
+            if value is not parameter:
+                parameter.copy_(value)
+
+
+def _high_precision(parameter: torch.Tensor) -> torch.Tensor:
+    """Return where the values of a parameter are written: itself, unless it is kept in FP8.
+
+    Transformer Engine keeps the value that an FP8 parameter was made from until the optimizer takes
+    its float32 masters from it. Written there, the masters are the checkpoint's values; taken from
+    the quantised parameter, they would have lost bits.
+    """
+    kept = getattr(parameter, "get_high_precision_init_val", None)
+    return parameter if kept is None else kept()
