@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.rl.rewards.reasoning_gym_task import ReasoningGymTask
+    from megatron.rl.rewards.registry import TaskSpec
+    from megatron.rl.rewards.scoring_pool import ScoringPool
 
 # Raise it whenever the same settings would give another model: kept folders are then made anew.
 SCRIPT_VERSION = 2
@@ -152,8 +154,7 @@ def make_tiny_model(
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         with _quiet_and_seeded(settings):
-            report = _write_model(partial, make_task(
-                settings.task, settings.params, exact=settings.exact), settings, say)  # fmt: skip
+            report = _write_model(partial, make_task(_task_spec(settings)), settings, say)
         marker = {
             "digest": settings.digest(),
             "script_version": SCRIPT_VERSION,
@@ -212,11 +213,19 @@ def build_tokenizer(task: "ReasoningGymTask", settings: TinyModelSettings) -> An
     )
 
 
+def _task_spec(settings: TinyModelSettings) -> "TaskSpec":
+    from megatron.rl.rewards.registry import TaskSpec
+
+    return TaskSpec(settings.task, settings.params, settings.exact)
+
+
 def _write_model(
     folder: Path, task: "ReasoningGymTask", settings: TinyModelSettings, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Make tokenizer and model, write them into `folder`, return what the marker reports."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from megatron.rl.rewards.scoring_pool import ScoringPool
 
     tokenizer = build_tokenizer(task, settings)
     model = Qwen3MoeForCausalLM(
@@ -248,7 +257,8 @@ def _write_model(
     )
     report: dict[str, Any] = {"steps": 0, "accuracy": None}
     if settings.steps:
-        report = _Warmup(model, tokenizer, task, settings).run(say)
+        with ScoringPool(_task_spec(settings)) as pool:
+            report = _Warmup(model, tokenizer, task, settings, pool).run(say)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     return report
@@ -258,11 +268,17 @@ class _Warmup:
     """Supervised steps on training prompts, until sampled answers are right often enough."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, task: "ReasoningGymTask", settings: TinyModelSettings
+        self,
+        model: Any,
+        tokenizer: Any,
+        task: "ReasoningGymTask",
+        settings: TinyModelSettings,
+        pool: "ScoringPool",
     ) -> None:
         import torch
 
         self.model, self.tokenizer, self.task, self.settings = model, tokenizer, task, settings
+        self.pool = pool
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0
         )
@@ -300,11 +316,9 @@ class _Warmup:
 
     def accuracy(self) -> float:
         """Return the mean reward of one answer each to the validation prompts."""
-        from megatron.rl.rewards.scoring import score_batch
-
         self.generator.manual_seed(self.settings.seed)
         answers = self._sample([prompt.text for prompt in self.validation])
-        return float(score_batch(self.task, answers, self.validation).rewards.mean())
+        return float(self.pool.score(answers, self.validation).scores.mean())
 
     def _copy(self) -> dict[str, Any]:
         return copy.deepcopy(self.model.state_dict())
@@ -381,7 +395,7 @@ def _positions(seen: "torch.Tensor") -> "torch.Tensor":
 
 def _as_shown(question: str) -> str:
     """Return a question as the trainer will show it to a model without a chat template."""
-    from megatron.rl.data.prompt_tokenizer import BASE_TEMPLATE
+    from megatron.rl.data.prompt_template import BASE_TEMPLATE
 
     return BASE_TEMPLATE.replace("{question}", question)
 

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatron.rl.doctor import main as run_doctor
+from megatron.rl.data.prepare_command import add_data_commands
 from megatron.rl.errors import UserError
+from megatron.rl.evaluation.command import add_eval
 from megatron.rl.rollout.errors import EngineConfigError
+from pdm_rl.doctor.command import add_doctor
 
 if TYPE_CHECKING:
     from megatron.rl.config import Config
@@ -38,8 +40,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="run a config file")
-    train.add_argument("config", help="YAML file of settings")
+    _add_config_arguments(train)
     train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print the resolved config and the processes, start nothing",
+    )
+    train.set_defaults(command=_train)
+    _add_show(commands)
+    _add_plan(commands)
+    _add_export(commands)
+    add_eval(commands)
+    add_data_commands(commands)
+    add_doctor(commands)
+    return parser
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="YAML file of settings")
+    parser.add_argument(
+        "--with",
+        action="append",
+        default=[],
+        metavar="FILE",
+        dest="presets",
+        help="merge another YAML file over it, a mask or a cluster; may be repeated, later wins",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -47,16 +74,38 @@ def _parser() -> argparse.ArgumentParser:
         dest="overrides",
         help="override one setting, for example loss.direction=exact; may be repeated",
     )
-    train.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check everything, print the resolved config and the processes, start nothing",
+
+
+def _add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    show = commands.add_parser("show", help="print resolved settings, one a line, for scripts")
+    _add_config_arguments(show)
+    show.add_argument("keys", nargs="+", metavar="KEY", help="for example parallel.world_size")
+    show.set_defaults(command=_show)
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    plan = commands.add_parser(
+        "plan", help="memory, traffic and time of a config on a cluster, without running it"
     )
-    train.set_defaults(command=_train)
-    _add_export(commands)
-    doctor = commands.add_parser("doctor", help="which packages are active, and whether they fit")
-    doctor.set_defaults(command=lambda options: run_doctor())
-    return parser
+    _add_config_arguments(plan)
+    plan.add_argument("--gpus", type=int, metavar="N", help="GPUs of the cluster (default: needed)")
+    plan.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="of each GPU (default: that of --gpu)"
+    )
+    plan.add_argument("--gpu", help="h20, h100 or h200 (default: the nearest to --gpu-memory)")
+    plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
+    plan.add_argument(
+        "--rates", metavar="FILE", help="YAML of hardware rates and assumptions that differ"
+    )
+    plan.add_argument(
+        "--model-config", metavar="FILE", help="a config.json, where model.path has none here"
+    )
+    plan.add_argument(
+        "--response-tokens", type=int, metavar="N",
+        help="expected mean response length (default: half of rollout.max_response_tokens)",
+    )  # fmt: skip
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.set_defaults(command=_plan)
 
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -90,19 +139,35 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _train(options: argparse.Namespace) -> int:
     from megatron.rl.config import dump_config, load_config
     from megatron.rl.rollout.from_config import describe_processes
+    from megatron.rl.run_checks import require_runnable
 
-    config = _with_device(load_config(options.config, options.overrides))
+    config = _with_device(load_config(options.config, options.overrides, options.presets))
     if options.dry_run:
         print(dump_config(config), end="")
         print(describe_processes(config))
         return 0
-    _check_model(config)
+    require_runnable(config)
     if "RANK" in os.environ:
         return _train_under_torchrun(config)
     from megatron.rl.launch import launch
     from megatron.rl.run_folder import create_run_folder
 
     return launch(config, create_run_folder(config))
+
+
+def _show(options: argparse.Namespace) -> int:
+    from megatron.rl.config import load_config
+    from megatron.rl.config_values import show_value
+
+    config = _with_device(load_config(options.config, options.overrides, options.presets))
+    print("\n".join([show_value(config, key) for key in options.keys]))
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megatron.rl.planning.command import run_plan
+
+    return run_plan(options)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -155,34 +220,6 @@ def _with_device(config: "Config") -> "Config":
 
     device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
     return dataclasses.replace(config, run=dataclasses.replace(config.run, device=device))
-
-
-def _check_model(config: "Config") -> None:
-    """Check all that needs the model folder, before any process starts."""
-    from megatron.rl.model.architecture import read_architecture
-    from megatron.rl.rewards.registry import make_task
-    from megatron.rl.rollout.client.engine_config import check_model
-    from megatron.rl.rollout.from_config import engine_config, run_topology
-    from megatron.rl.rollout.records.record_folder import RecordFolder
-    from megatron.rl.weights.hf_files import HFTensors
-
-    architecture = read_architecture(config.model.path)
-    config.parallel.check(architecture)
-    with HFTensors(config.model.path):
-        pass
-    rollout = config.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if longest > architecture.max_positions:
-        raise UserError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens is {longest}, the model has "
-            f"{architecture.max_positions} positions"
-        )
-    topology = run_topology(config)
-    if rollout.replay_from is not None:
-        RecordFolder(rollout.replay_from)
-    else:
-        check_model(engine_config(config, Path(config.run.folder), topology.engines[0]))
-    make_task(config.task.name, config.task.params, exact=config.task.exact)
 
 
 def _train_under_torchrun(config: "Config") -> int:

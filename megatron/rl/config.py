@@ -2,11 +2,13 @@
 """The run's configuration: one YAML file, ``--set`` overrides, everything checked before it starts.
 
 Each section is a frozen dataclass; those that belong to one module are defined there. A file may
-name another one as its ``base`` and then holds only what differs.
+name another one as its ``base``, or several of which a later one wins, and then holds only what
+differs. Files given by ``--with`` (a mask, a cluster) are merged over it in the same way.
 """
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -16,9 +18,14 @@ from typing import Any, Literal
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megatron.rl.checkpoint.settings import CheckpointConfig
 from megatron.rl.config_checks import check_ranges
 from megatron.rl.errors import UserError
+from megatron.rl.model.fp8 import FP8Format, FP8Recipe
 from megatron.rl.parallel import ParallelConfig
+from megatron.rl.plain_files import parse_yaml, read_yaml
+from megatron.rl.rewards.reward_terms import RewardConfig
+from megatron.rl.rewards.scoring_limits import ScoringLimits
 from pdm import PolicyLossConfig
 
 
@@ -42,6 +49,17 @@ class ModelConfig:
     path: str = ""
     """A Hugging Face model folder: config.json, weights in safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    fp8: FP8Recipe = "none"
+    """Linear layers multiply in FP8 while training: ``blockwise`` (Hopper; emulated on CPU),
+    ``mxfp8`` (Blackwell), ``tensorwise`` or ``delayed``. Block scales are bridge.scales."""
+    fp8_format: FP8Format = "e4m3"
+    """``hybrid`` has e5m2 for gradients, whose range tensor-wide scales need."""
+    fp8_params: bool = False
+    """Keep and gather the parameters themselves in FP8; GPU only."""
+    fp8_skip_first: int = 0
+    """Layers at the start of the model that multiply in ``dtype``..."""
+    fp8_skip_last: int = 0
+    """...and at its end."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,16 @@ class TaskConfig:
     """Settings of the data set."""
     exact: bool = False
     """Reward 1 for a full score and 0 otherwise, instead of the task's partial credit."""
+    reward: str | None = None
+    """``package.module:function`` that scores instead of the task's own rule: it takes the text of
+    the response and the prompt, and returns a number in [0, 1]."""
+    template: str = "auto"
+    """How a question is put: ``chat``, the model's chat template; ``base``, the question and a line
+    end; ``auto``, the first where the model has one; or a text of one's own with ``{question}``."""
+    system_prompt: str | None = None
+    """Of the chat template."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template, for example ``enable_thinking: false``."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +92,12 @@ class RolloutConfig:
     """Prompts in a rollout batch."""
     group_size: int = 8
     """Responses to each prompt."""
+    refill_rounds: int = 0
+    """Dynamic sampling: groups that teach nothing, since all their scores are equal, are replaced
+    by further prompts, in up to so many rounds a batch; 0 trains on every group."""
+    refill_policy: Literal["smaller", "keep"] = "smaller"
+    """Where groups are missing after the last round: ``smaller`` trains on those that are there,
+    ``keep`` fills the batch up with groups that teach nothing."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -95,7 +129,8 @@ class RolloutConfig:
     """The engine shares the trainer's GPUs: it sleeps while the policy trains, and the trainer's
     gradients and optimizer are offloaded while it samples."""
     python: str | None = None
-    """Interpreter that has vLLM, where it is not the trainer's own."""
+    """Interpreter that has vLLM, where it is not the trainer's own; by default the one that the
+    variable PDM_RL_ROLLOUT_PYTHON names."""
     threads: int | None = None
     """CPU threads of the engine; by default one a core."""
     kv_cache_gib: float | None = None
@@ -106,6 +141,11 @@ class RolloutConfig:
     max_restarts: int = 2
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of ``vllm.LLM``, under their own names."""
+
+    @property
+    def refills(self) -> int:
+        """Rounds of refilling that may follow the first; a replay takes batches as recorded."""
+        return 0 if self.engine == "replay" else self.refill_rounds
 
 
 @dataclass(frozen=True)
@@ -118,7 +158,8 @@ class BridgeConfig:
     """``block_fp8``: linear layers in e4m3 with 128 x 128 blocks. On CPU the engine computes with
     the dequantised weights."""
     scales: Literal["power_of_two", "float32"] = "power_of_two"
-    """Block scales; Transformer Engine's default is a power of two, rounded up."""
+    """Block scales, of weights that are sent and of training with model.fp8 blockwise;
+    Transformer Engine's default is a power of two, rounded up."""
     bucket_mib: int = 256
     """Tensors are sent in buckets of about this size; one is loaded while the next is packed."""
     certificate: Literal["full", "digests", "off"] = "full"
@@ -158,6 +199,9 @@ class TrainConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: float = 0.01
     clip_grad: float = 1.0
+    overlong_filter: bool = False
+    """Leave responses that were cut at rollout.max_response_tokens out of the loss and of its
+    means; their rewards stay in the baseline of their group."""
     advantage_normalize: Literal["std", "none"] = "std"
     advantage_scale: float = 1.0
     """Multiplies every advantage; 0 is the control experiment in which nothing may be learnt."""
@@ -170,13 +214,32 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Mean reward on held-out prompts, before, during and after training."""
+    """Held-out prompts and benchmarks, before, during and after training."""
 
     prompts: int = 256
+    """Held-out prompts of the task, one response each."""
     every: int = 0
     """Evaluate after every so many rollout batches; 0: only at the start and at the end."""
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_response_tokens: int | None = None
+    """Longest response; by default rollout.max_response_tokens."""
+    benches: list[str] | dict[str, str] = field(default_factory=list)
+    """Benchmarks beside the held-out prompts: names, as of ``pdm-rl eval``, whose files are in
+    ``data``, or a file for each name."""
+    data: str | None = None
+    """Folder of benchmark files; by default the one that the variable PDM_RL_DATA names."""
+    samples: int = 16
+    """Responses to each problem of a benchmark."""
+    problems: int | None = None
+    """The first so many problems of each benchmark; by default all."""
+
+    def response_limit(self, rollout: RolloutConfig) -> int:
+        """Longest response of an evaluation, the default settled."""
+        limit = self.max_response_tokens
+        return rollout.max_response_tokens if limit is None else limit
 
 
 @dataclass(frozen=True)
@@ -205,6 +268,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    scoring: ScoringLimits = field(default_factory=ScoringLimits)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
@@ -213,17 +278,28 @@ class Config:
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
-def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
-    """Read a config file, apply ``key=value`` overrides, check everything that needs no model.
+def load_config(
+    path: str | Path,
+    overrides: typing.Sequence[str] = (),
+    presets: typing.Sequence[str | Path] = (),
+) -> Config:
+    """Read a config file, merge presets and overrides over it, check what needs no model.
+
+    Args:
+        overrides: ``key=value``, which win over everything; of two the later one.
+        presets: further files, merged over the first in the order given.
 
     Raises:
         UserError: no such file, bad YAML, an unknown key, a value of the wrong type or out of
             range; the message names the key and what would be right.
     """
-    tree = _read_tree(Path(path), seen=())
+    tree: dict[str, Any] = {}
+    for file in (path, *presets):
+        tree = _merge(tree, _read_tree(Path(file), seen=()))
     for override in overrides:
         _apply_override(tree, override)
     return parse_config(tree)
@@ -249,20 +325,26 @@ def dump_config(config: Config) -> str:
 
 
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
         raise UserError(f"no such config file: {path}")
-    if path in seen:
+    real = path.resolve()
+    if real in seen:
         raise UserError(f"{path}: base files form a circle")
-    try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    tree = read_yaml(path) or {}
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected sections of settings, found {type(tree).__name__}")
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    return _merge(_read_tree(path.parent / base, (*seen, path)), tree)
+    merged: dict[str, Any] = {}
+    for base in _base_names(path, tree.pop("base", None)):
+        merged = _merge(merged, _read_tree(path.parent / base, (*seen, real)))
+    return _merge(merged, tree)
+
+
+def _base_names(path: Path, base: object) -> list[str]:
+    names = base if isinstance(base, list) else [] if base is None else [base]
+    for name in names:
+        if not isinstance(name, str):
+            raise UserError(f"{path}: base: expected a file or a list of files, got {base!r}")
+    return [str(name) for name in names]
 
 
 def _merge(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
@@ -285,8 +367,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise UserError(f"--set {override}: {section} is a value, not a section")
         node = child
     try:
-        node[name] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        node[name] = parse_yaml(text, key)
+    except UserError:
         node[name] = text
 
 

@@ -36,7 +36,8 @@ class EpochPlan:
 
     Attributes:
         steps: the optimizer steps, in order.
-        replica: ``[B]``, the data-parallel rank that trains on each sequence.
+        replica: ``[B]``, the data-parallel rank that trains on each sequence; -1 for those that the
+            loss does not count.
     """
 
     steps: list[PlannedStep]
@@ -51,12 +52,16 @@ def plan_epoch(
 ) -> EpochPlan:
     """Draw the minibatches of an epoch and spread each over the data-parallel ranks.
 
+    Sequences that the loss does not count are nobody's. A minibatch of such sequences alone is an
+    optimizer step with micro-batches that are empty: gradients of 0, on every rank.
+
     Args:
         planner: spreads a minibatch; by default ``train.micro_batch_tokens`` limits micro-batches.
     """
     replica = np.full(len(table), -1)
     steps = []
     for members in minibatches(table.group, config.train.minibatch_prompts, generator):
+        members = members[table.in_loss[members]]
         step = _plan_step(table, members, planner or _by_tokens(config))
         for rank, batches in enumerate(step.micro_batches):
             replica[np.concatenate(batches)] = rank
@@ -65,8 +70,8 @@ def plan_epoch(
 
 
 def plan_scoring(table: SequenceTable, config: Config, replica: IntArray) -> PlannedStep:
-    """Plan a pass over the whole batch by the ranks that have the sequences already."""
-    return _plan_step(table, np.arange(len(table)), _by_tokens(config, replica))
+    """Plan a pass over all that is trained on, by the ranks that have the sequences already."""
+    return _plan_step(table, np.flatnonzero(table.in_loss), _by_tokens(config, replica))
 
 
 def skip_epochs(prompts: int, generator: np.random.Generator, count: int) -> None:

@@ -41,7 +41,8 @@ class SequenceTable:
     """What every rank knows of each of the B sequences of a batch, in the batch's order.
 
     group int64, prompt_lengths int64, response_lengths int64, rewards float64, advantages float32,
-    finished bool, versions int32 (the newest that produced a token of it).
+    finished bool, versions int32 (the newest that produced a token of it), in_loss bool (the loss
+    and its means count it).
     """
 
     group: IntArray
@@ -51,6 +52,7 @@ class SequenceTable:
     advantages: NDArray[np.float32]
     finished: NDArray[np.bool_]
     versions: NDArray[np.int32]
+    in_loss: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.group)

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from megatron.rl.config import Config, parse_config
+from megatron.rl.config import Config, RolloutConfig, parse_config
 from megatron.rl.errors import UserError
 from pdm import PolicyLossConfig
 
@@ -26,6 +26,11 @@ FROM_MEGATRON = {
     "run.seed": "--seed",
     "run.export": "--save",
     "model.dtype": "--bf16",
+    "model.fp8": "--fp8-recipe",
+    "model.fp8_format": "--fp8-format",
+    "model.fp8_params": "--fp8-param-gather",
+    "model.fp8_skip_first": "--num-layers-at-start-in-bf16",
+    "model.fp8_skip_last": "--num-layers-at-end-in-bf16",
     "rollout.prompts": "--grpo-prompts-per-step",
     "rollout.group_size": "--grpo-group-size",
     "rollout.temperature": "--rl-default-temperature",
@@ -261,6 +266,7 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
             _put(tree, flag.setting, yaml.safe_load(typed))
     config = parse_config(tree)
     _refuse_contradictions(args, config.loss)
+    _check_refill(config.rollout)
     return config
 
 
@@ -329,7 +335,7 @@ def _tree_of_megatron(args: argparse.Namespace) -> dict[str, Any]:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     return {
         "run": {"seed": args.seed, "export": False},
-        "model": {"dtype": "bfloat16" if args.bf16 else "float32"},
+        "model": {"dtype": "bfloat16" if args.bf16 else "float32", **_fp8_of_megatron(args)},
         "parallel": {
             "tensor": tensor,
             "pipeline": pipeline,
@@ -360,11 +366,33 @@ def _tree_of_megatron(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _fp8_of_megatron(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.fp8:  # --fp8-format; without it Megatron does not look at the others
+        return {}
+    skips = args.first_last_layers_bf16
+    return {
+        "fp8": args.fp8_recipe,
+        "fp8_format": args.fp8,
+        "fp8_params": args.fp8_param_gather,
+        "fp8_skip_first": args.num_layers_at_start_in_bf16 if skips else 0,
+        "fp8_skip_last": args.num_layers_at_end_in_bf16 if skips else 0,
+    }
+
+
 def _put(tree: dict[str, Any], setting: str, value: Any) -> None:
     *sections, name = setting.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
     tree[name] = value
+
+
+def _check_refill(rollout: RolloutConfig) -> None:
+    if rollout.refill_rounds and rollout.refill_policy != "keep":
+        raise UserError(
+            f"--pdm-rollout-refill-policy is {rollout.refill_policy}, expected keep with "
+            "--pdm-rollout-refill-rounds: Megatron counts on as many iterations for every rollout "
+            "batch. Use pdm-rl train for smaller ones"
+        )
 
 
 def _refuse_contradictions(args: argparse.Namespace, loss: PolicyLossConfig) -> None:

@@ -22,6 +22,7 @@ from megatron.training.argument_utils import (
 )
 from torch import Tensor
 
+from megatron.rl import cpu_backend
 from megatron.rl.batch import IntArray, MicroBatch
 from megatron.rl.config import Config
 from megatron.rl.errors import UserError
@@ -33,6 +34,8 @@ from megatron.rl.model.build import (
     parameter_naming,
     transformer_config,
 )
+from megatron.rl.model.fp8 import fp8_settings
+from megatron.rl.model.fp8_requirements import require_transformer_engine
 from megatron.rl.policy.head import HeadContext, PolicyHead, TokenRecord
 from megatron.rl.policy.step import forward_step
 from megatron.rl.weights.load import load_hf_checkpoint
@@ -96,6 +99,8 @@ def pretrain_config(args: argparse.Namespace, config: Config, architecture: Arch
     """
     layout = config.parallel
     layout.check(architecture)
+    if not cpu_backend.is_installed():
+        require_transformer_engine(fp8_settings(config))
     # arguments.py:1232 has just set it to False; packed micro-batches differ in length.
     args.variable_seq_lengths = True
     args.padded_vocab_size = layout.padded_vocab_size(architecture.vocab_size)

@@ -14,6 +14,7 @@ from types import FrameType
 from megatron.rl.config import Config, load_config
 from megatron.rl.errors import UserError
 from megatron.rl.events import EventSink
+from megatron.rl.model.fp8 import fp8_settings, set_scales_environment
 from megatron.rl.rollout.errors import EngineConfigError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -41,6 +42,8 @@ def run_rank(config: Config, folder: Path, events: EventSink) -> int:
 def _train(config: Config, folder: Path, events: EventSink) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    if config.run.device == "cuda":
+        set_scales_environment(fp8_settings(config))  # before Megatron imports Transformer Engine
     import torch
 
     if config.run.device == "cpu":

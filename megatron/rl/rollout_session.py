@@ -23,7 +23,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron.rl.batch import MicroBatch, Sequences, pack
+from megatron.rl.batch_draft import BatchReport
+from megatron.rl.batch_sampler import BatchSampler, Sampled
 from megatron.rl.config import Config
+from megatron.rl.dynamic_sampling import SamplingRound, sample_rounds
 from megatron.rl.epoch_plan import (
     EpochPlan,
     PlannedStep,
@@ -32,6 +35,8 @@ from megatron.rl.epoch_plan import (
     plan_scoring,
     skip_epochs,
 )
+from megatron.rl.errors import UserError
+from megatron.rl.evaluation.in_training import bench_names, measure_shares, training_metrics
 from megatron.rl.exchange import Exchange, SequenceTable, TopKForm
 from megatron.rl.metrics import gather_records, loss_metrics, staleness_metrics
 from megatron.rl.mismatch import MismatchSplit
@@ -42,9 +47,9 @@ from megatron.rl.policy.model import is_last_stage
 from megatron.rl.policy.trained_model import TrainedModel
 from megatron.rl.rollout.errors import WeightsLost
 from megatron.rl.rollout.from_config import run_topology
-from megatron.rl.rollout_metrics import heldout_metrics, rollout_metrics
+from megatron.rl.rollout_metrics import heldout_metrics, mean_reward, rollout_metrics
 from megatron.rl.run_folder import MetricsLog, shared_folder
-from megatron.rl.sampler import Sampler, SampleReport
+from megatron.rl.sampler import Sampler
 from megatron.rl.weights.bridge import WeightBridge
 
 Metrics = dict[str, Any]
@@ -56,7 +61,7 @@ class _Batch:
     """The rollout batch that is trained on; times are of ``time.perf_counter``."""
 
     number: int
-    reports: list[SampleReport]
+    reports: list[BatchReport]
     sampled: Sequences | None
     """What the engine of this rank sampled; None on ranks without one."""
     started: float
@@ -85,6 +90,7 @@ class RolloutSession:
         self._topology = run_topology(config)
         self._order = np.random.default_rng([config.run.seed, 0])
         self._sampler: Sampler | None = None
+        self._batch_sampler: BatchSampler | None = None
         self._log: MetricsLog | None = None
         self._batch: _Batch | None = None
         self._engine_awake = True
@@ -106,11 +112,12 @@ class RolloutSession:
         vocab_size = read_architecture(config.model.path).vocab_size
         if dist.get_rank() == 0:
             self._log = self._exit.enter_context(MetricsLog(folder))
+        form = TopKForm(rollout.top_logprobs, vocab_size, rollout.topk_precision)
         place = self._topology.engine_of(dist.get_rank())
         if place is not None:
             self._sampler = Sampler(config, folder, self._topology, place, vocab_size, self._note)
             self._exit.callback(self._sampler.close)
-        form = TopKForm(rollout.top_logprobs, vocab_size, rollout.topk_precision)
+            self._batch_sampler = BatchSampler(config, self._sampler, form)
         self._exchange = Exchange(self._topology, config.parallel, form)
         return folder
 
@@ -137,7 +144,17 @@ class RolloutSession:
             self._bridge.update(0)  # engines read the unquantised checkpoint
 
     def skip(self, batches: int) -> None:
-        """Continue behind rollout batches that a run before this one has trained on."""
+        """Continue behind rollout batches that a run before this one has trained on.
+
+        Raises:
+            UserError: with dynamic sampling nobody knows how many prompts these batches took.
+        """
+        if batches and self._config.rollout.refill_rounds:
+            raise UserError(
+                f"rollout.refill_rounds is {self._config.rollout.refill_rounds}, expected 0 in a "
+                f"run that goes on behind {batches} rollout batches: how many prompts these have "
+                "drawn is not known. Set it to 0, or start a new run from the checkpoint's weights"
+            )
         if self._sampler is not None:
             self._sampler.skip(batches)
         skip_epochs(self._config.rollout.prompts, self._order, batches * self._config.train.epochs)
@@ -146,17 +163,17 @@ class RolloutSession:
         """Sample rollout batch ``number`` with the weights that were sent last.
 
         Returns:
-            The mean reward.
+            The mean reward of all that was sampled.
         """
         assert self._batch is None, "the batch before has to be finished first"
         started = time.perf_counter()
         self._wake_engine()
-        sampled = self._on_engines(lambda sampler: sampler.sample(number), number - 1)
+        sampled = self._sample(number)
         reports = self._exchange.gather_reports(None if sampled is None else sampled.report)
         self.rest_engine()
         sequences = None if sampled is None else sampled.sequences
         self._batch = _Batch(number, reports, sequences, started, time.perf_counter())
-        return float(SequenceTable.join(self._batch.tables).rewards.mean())
+        return mean_reward(reports)
 
     def plan_epoch(self, planner: Planner | None = None) -> EpochPlan:
         """Plan the next pass over the batch and bring its sequences to the ranks that train."""
@@ -181,7 +198,7 @@ class RolloutSession:
                 sequences.places_of(mine),
                 minibatch=step.size,
                 loss=config.loss,
-                pad_multiple=config.parallel.tensor if config.parallel.sequence_parallel else 1,
+                pad_multiple=self._policy.input_multiple,
                 device=self._policy.device,
                 context=context_shard(),
             )
@@ -225,17 +242,23 @@ class RolloutSession:
             "time/weights_s": finished - updating,
             "time/total_s": finished - batch.started,
         }
-        metrics = _batch_metrics(batch, times | update)
+        metrics = _batch_metrics(batch, times | update, self._config)
         if self._log is not None:
             self._log.write("rollout", batch.number, metrics)
         self._batch = None
         return metrics
 
     def evaluate(self, number: int) -> Metrics:
-        """Sample the held-out prompts after ``number`` rollout batches; log and return metrics."""
+        """Sample the held-out prompts and the benchmarks after ``number`` rollout batches.
+
+        Returns:
+            The metrics, which are logged; see ``heldout_metrics`` and ``training_metrics``.
+        """
         self._wake_engine()
         own = self._on_engines(lambda sampler: sampler.sample_heldout(number), number)
         metrics = heldout_metrics(self._exchange.gather_reports(own))
+        for name in bench_names(self._config.eval.benches):
+            metrics |= self._evaluate_bench(name, number)
         if self._log is not None:
             self._log.write("eval", number, metrics)
         return metrics
@@ -271,6 +294,31 @@ class RolloutSession:
             if not self._exchange.any_rank(waiting):
                 return result
             self._bridge.update(version)
+
+    def _evaluate_bench(self, name: str, number: int) -> Metrics:
+        own = self._on_engines(lambda sampler: sampler.sample_bench(name, number), number)
+        shares = self._exchange.gather_reports(own)
+        return training_metrics(name, measure_shares(shares), shares)
+
+    def _sample(self, number: int) -> Sampled | None:
+        """Sample the rounds of a rollout batch; returns the share of this rank's engine."""
+        rollout = self._config.rollout
+        shares = self._topology.split(rollout.prompts, "rollout.prompts")
+        wanted = [share.stop - share.start for share in shares]
+
+        def sample(this: SamplingRound) -> list[int]:
+            def own_share(_: Sampler) -> int:
+                assert self._batch_sampler is not None
+                return self._batch_sampler.sample_round(number, this)
+
+            return self._exchange.gather_reports(self._on_engines(own_share, number - 1))
+
+        counts = sample_rounds(wanted, rollout.refills, sample).tolist()
+        if rollout.refills and rollout.refill_policy == "keep":
+            counts = wanted
+        if self._batch_sampler is None:
+            return None
+        return self._batch_sampler.finish_batch(number, counts)
 
     def _open_batch(self) -> _Batch:
         assert self._batch is not None, "no rollout batch has been collected"
@@ -327,12 +375,12 @@ def _mean_loss(losses: list[Tensor], num_tokens: int) -> float:
     return float(total) / max(num_tokens, 1)
 
 
-def _batch_metrics(batch: _Batch, measured: Metrics) -> Metrics:
+def _batch_metrics(batch: _Batch, measured: Metrics, config: Config) -> Metrics:
     steps: Sequence[Metrics] = batch.steps
     tokens = sum(step.get("tokens", 0) for step in steps)
     vetoed = sum(step.get("vetoed_tokens", 0) for step in steps)
     kl = sum(step.get("ppo_kl", 0.0) * step.get("tokens", 0) for step in steps)
-    metrics: Metrics = rollout_metrics(batch.reports) | measured
+    metrics: Metrics = rollout_metrics(batch.reports, config) | measured
     return metrics | {
         "optimizer_steps": len(steps),
         "clip_fraction": vetoed / max(tokens, 1),

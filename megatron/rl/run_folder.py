@@ -34,7 +34,7 @@ def create_run_folder(config: Config) -> Path:
             count += 1
             folder = base.with_name(f"{base.name}-{count}")
     (folder / "config.yaml").write_text(dump_config(config))
-    (folder / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n")
+    (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
     return folder
 
 
@@ -48,7 +48,8 @@ def shared_folder(folder: Path) -> Path:
     return Path(name[0])
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """Return the git revision, and the versions of what decides a run's numbers."""
     versions = {}
     for package in _PACKAGES:
         try:

@@ -11,10 +11,18 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.rl.config import Config
+from megatron.rl.evaluation.in_training import average_of, bench_names
 from megatron.rl.events import EventSink
-from megatron.rl.model.architecture import read_architecture
+from megatron.rl.model.architecture import Architecture, read_architecture
 from megatron.rl.model.build import BuildOptions
-from megatron.rl.policy.from_config import DTYPES, optimizer_settings, policy_head
+from megatron.rl.model.fp8 import fp8_settings
+from megatron.rl.model.fp8_blocks import differing_blocks
+from megatron.rl.policy.from_config import (
+    DTYPES,
+    optimizer_settings,
+    policy_head,
+    steps_per_batch,
+)
 from megatron.rl.policy.model import Policy
 from megatron.rl.rollout_session import RolloutSession
 from megatron.rl.weights.hf_files import write_checkpoint
@@ -57,12 +65,25 @@ class Trainer:
         self._policy = Policy(
             architecture,
             config.parallel,
-            BuildOptions(DTYPES[config.model.dtype], config.megatron.transformer),
+            BuildOptions(
+                DTYPES[config.model.dtype], config.megatron.transformer, fp8_settings(config)
+            ),
             optimizer_settings(config),
             policy_head(config, architecture.vocab_size),
             config.model.path,
         )
         self._session.connect(self._policy)
+        self._note_differing_blocks(architecture)
+
+    def _note_differing_blocks(self, architecture: Architecture) -> None:
+        both = self._config.model.fp8 == "blockwise" and self._config.bridge.quantization != "none"
+        differing = differing_blocks(architecture, self._config.parallel) if both else ()
+        if differing and self._draws:
+            names = ", ".join(sorted({name.split(".")[-2] for name in differing}))
+            self._note(
+                f"FP8: {names} are not whole 128 x 128 blocks on a rank; trainer and engine round "
+                "them in different blocks"
+            )
 
     def _note(self, message: str) -> None:
         self._events.send("note", message=message)
@@ -73,6 +94,7 @@ class Trainer:
 
     def _train_on_rollout(self, number: int) -> None:
         self._session.collect(number)
+        before = self._step
         for _ in range(self._config.train.epochs):
             for step in self._session.plan_epoch().steps:
                 result = self._policy.train_step(self._session.micro_batches(step))
@@ -85,6 +107,10 @@ class Trainer:
                 )
                 self._vetoed += metrics.get("vetoed_tokens", 0)
                 self._tokens += metrics.get("tokens", 0)
+        # Dynamic sampling may leave a smaller batch: the schedule goes by batches, not by steps.
+        self._policy.pass_over_steps(steps_per_batch(self._config) - (self._step - before))
+        if self._step == before and self._draws:
+            self._note(f"no group of rollout batch {number} teaches anything: no step was taken")
         self._show(number, self._session.finish_batch())
 
     def _show(self, number: int, metrics: dict[str, Any]) -> None:
@@ -95,10 +121,16 @@ class Trainer:
             )
 
     def _evaluate(self, number: int) -> float:
-        self._phase(f"evaluating {self._config.eval.prompts} held-out prompts")
-        reward: float = self._session.evaluate(number)["heldout_reward"]
+        section = self._config.eval
+        names = bench_names(section.benches)
+        beside = "".join(f", {name}" for name in names)
+        self._phase(f"evaluating {section.prompts} held-out prompts{beside}")
+        metrics = self._session.evaluate(number)
+        reward: float = metrics["heldout_reward"]
         if self._draws:
             self._note(f"held-out reward {reward:.3f} after {number} rollouts")
+            for name in names:
+                self._note(f"{name} {average_of(metrics, name, section.samples)}")
         return reward
 
     def _export(self) -> None:

@@ -138,6 +138,7 @@ def _exchange(rank: int, world_size: int, case: Case) -> list[int]:
             advantages=own.advantages,
             finished=own.number % 2 == 0,
             versions=own.number.astype(np.int32),
+            in_loss=own.number >= 0,
         )
     exchange = Exchange(topology, case.layout, TopKForm(TOP_K, VOCAB_SIZE, case.precision))
     tables = exchange.gather_reports(table)
@@ -232,6 +233,7 @@ def test_a_message_of_another_size_is_refused() -> None:
         advantages=whole.advantages,
         finished=np.ones(len(whole), dtype=np.bool_),
         versions=np.zeros(len(whole), dtype=np.int32),
+        in_loss=np.ones(len(whole), dtype=np.bool_),
     )
     share = _Share.empty(np.arange(21), table, TopKForm(TOP_K, VOCAB_SIZE, "fp24"))
     with pytest.raises(RuntimeError, match="bytes for sequences 0 to 4, expected"):

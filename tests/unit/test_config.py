@@ -70,6 +70,12 @@ def test_base_circle_is_refused(tmp_path: Path) -> None:
         ("rollout.top_logprobs=4000", r"rollout\.top_logprobs: expected 1 to 512"),
         ("rollout.top_logprobs=0", r"rollout\.top_logprobs"),
         ("rollout.temperature=0", r"rollout\.temperature"),
+        ("scoring.timeout_s=0", r"scoring\.timeout_s: expected 0\.1 to 3600"),
+        ("scoring.timeout_s=.inf", r"scoring\.timeout_s: expected 0\.1 to 3600"),
+        ("scoring.workers=0", r"scoring\.workers: expected 1 to 256"),
+        ("scoring.memory_mib=1", r"scoring\.memory_mib: expected 16 to"),
+        ("scoring.responses_per_worker=0", r"scoring\.responses_per_worker: expected a positive"),
+        ("scoring.timeout=3", r"unknown setting scoring\.timeout; did you mean .*timeout_s"),
         ("rollout.engine=replay", r"rollout\.replay_from: expected the folder rollouts of a run"),
         ("rollout.replay_from=x", r"rollout\.replay_from: .* no effect with rollout\.engine vllm"),
         (

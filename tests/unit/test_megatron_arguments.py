@@ -137,6 +137,7 @@ def test_a_section_within_the_loss(read: Read) -> None:
         ("--pdm-clip-low 0.1", "--pdm-clip-low has no effect with --pdm-mask divergence"),
         ("--pdm-kl-estimator k2", "--pdm-kl-estimator has no effect with --pdm-kl-coefficient 0"),
         ("--pdm-kl-coefficient 0.1", "loss.kl_coefficient: expected 0"),
+        ("--pdm-rollout-refill-rounds 2", "--pdm-rollout-refill-policy is smaller, expected keep"),
         ("--pdm-threshold high", "loss.threshold"),
         ("--grpo-clamp-eps-lower 0.01", "--grpo-clamp-eps-lower has no effect.*--pdm-clip-low"),
         ("--grpo-clamp-eps-upper 0.2", "--grpo-clamp-eps-upper has no effect.*--pdm-clip-high"),
@@ -159,6 +160,17 @@ def test_a_section_within_the_loss(read: Read) -> None:
 def test_contradictions_are_refused(read: Read, typed: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(typed)
+
+
+def test_fp8_is_megatrons_own(read: Read) -> None:
+    ends = "--num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 2"
+    fp8 = "--bf16 --fp8-recipe blockwise"
+    assert read(f"{fp8} {ends}").model.fp8 == "none", "Megatron has it on by the format"
+    model = read(f"{fp8} {ends} --fp8-format hybrid").model
+    assert (model.fp8, model.fp8_format, model.fp8_params) == ("blockwise", "hybrid", False)
+    assert (model.fp8_skip_first, model.fp8_skip_last) == (0, 0)
+    model = read(f"{fp8} {ends} --fp8-format e4m3 --first-last-layers-bf16").model
+    assert (model.fp8_skip_first, model.fp8_skip_last) == (1, 2)
 
 
 CPU_REFUSALS = [

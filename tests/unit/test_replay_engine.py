@@ -115,6 +115,67 @@ def test_versions_never_fall_and_are_those_of_the_record(tmp_path: Path) -> None
 
 
 def test_records_that_begin_later_are_refused(tmp_path: Path) -> None:
-    RecordWriter(tmp_path).write(make_record(number=3))
-    with pytest.raises(UserError, match=r"begin with batch 3, .*records\.keep"):
-        ReplayEngine(tmp_path)
+    """Whatever is asked for first: the evaluation at the start has been removed as well."""
+    record = make_record(number=3)
+    RecordWriter(tmp_path).write(record)
+    heldout = dataclasses.replace(record.info.settings, training=False)
+    request = request_for(record, 0, 1)
+    for asked in (request, dataclasses.replace(request, settings=heldout)):
+        with pytest.raises(
+            UserError, match=r"no train batch 1, the next one .* is 3; records\.keep"
+        ):
+            engine_at(tmp_path).generate(asked)
+
+
+def test_a_replay_may_go_on_anywhere(tmp_path: Path) -> None:
+    records = recorded(tmp_path, (1, 2, 3))
+    engine = engine_at(tmp_path)
+    engine.skip(2)
+    assert_same(engine.generate(request_for(records[2], 0, PROMPTS)), records[2].rollouts)
+    with pytest.raises(UserError, match=r"no further train batch \(recorded: 3\)"):
+        engine.generate(request_for(records[2], 0, PROMPTS))
+
+
+def test_a_missing_batch_is_refused(tmp_path: Path) -> None:
+    records = recorded(tmp_path, (1, 3))
+    engine = engine_at(tmp_path)
+    engine.generate(request_for(records[0], 0, PROMPTS))
+    with pytest.raises(UserError, match="no train batch 2, the next one there is 3"):
+        engine.generate(request_for(records[1], 0, PROMPTS))
+
+
+def test_skipping_leaves_the_evaluations_that_are_still_to_come(tmp_path: Path) -> None:
+    for number in (0, 2, 4):
+        record = make_record(PROMPTS, number=number)
+        info = dataclasses.replace(
+            record.info,
+            purpose="heldout",
+            settings=dataclasses.replace(record.info.settings, training=False),
+        )
+        RecordWriter(tmp_path).write(dataclasses.replace(record, info=info))
+    engine = engine_at(tmp_path)
+    engine.skip(2)
+    for number in (2, 4):
+        record = RecordFolder(tmp_path).batch("heldout", number)
+        assert_same(engine.generate(request_for(record, 0, PROMPTS)), record.rollouts)
+
+
+def test_prompt_ids_are_those_of_the_groups(tmp_path: Path) -> None:
+    (record,) = recorded(tmp_path)
+    engine = engine_at(tmp_path)
+    assert engine.prompt_ids(1).tolist() == record.prompt_ids[::SAMPLES].tolist()
+    with pytest.raises(UserError, match=r"the next batch of .* is 1, this run asks for 2"):
+        engine.prompt_ids(2)
+
+
+def test_a_batch_without_sequences_is_recorded_and_passed_over(tmp_path: Path) -> None:
+    record = make_record(PROMPTS, number=1)
+    info = dataclasses.replace(record.info, batch_sequences=0)
+    RecordWriter(tmp_path).write(dataclasses.replace(record.rows(0, 0), info=info))
+    write_two_engines(tmp_path, 2)
+    empty, full = RecordFolder(tmp_path).batches()
+    assert len(empty) == 0 and len(full) == PROMPTS * SAMPLES
+    engine = engine_at(tmp_path)
+    assert engine.prompt_ids(1).tolist() == []
+    engine.skip(1)
+    assert_same(engine.generate(request_for(full, 0, PROMPTS)), full.rollouts)

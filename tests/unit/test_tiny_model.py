@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from megatron.rl.data.prompt_tokenizer import PromptTokenizer
 from megatron.rl.errors import UserError
-from megatron.rl.rewards.registry import make_task
+from megatron.rl.rewards.registry import TaskSpec, make_task
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "make_tiny_model.py"
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
     ],
 )
 def test_tokenizer_round_trip(name, params):
-    task = make_task(name, params)
+    task = make_task(TaskSpec(name, params))
     tokenizer = tiny.build_tokenizer(task, RANDOM)
     for split in ("train", "heldout"):
         for index in range(150):

@@ -18,15 +18,19 @@ def policy_head(config: Config, vocab_size: int) -> PolicyHead:
     return ReferenceHead(config.loss, vocab_size, config.rollout.temperature, logits_dtype)
 
 
+def steps_per_batch(config: Config) -> int:
+    """Optimizer steps on a whole rollout batch; a smaller one of dynamic sampling takes fewer."""
+    return config.train.epochs * -(-config.rollout.prompts // config.train.minibatch_prompts)
+
+
 def optimizer_settings(config: Config) -> OptimizerSettings:
     """Return the settings of the optimizer and of its schedule over the whole run."""
     train = config.train
-    steps = train.epochs * -(-config.rollout.prompts // train.minibatch_prompts)
     return OptimizerSettings(
         learning_rate=train.learning_rate,
         min_learning_rate=train.min_learning_rate,
         warmup_steps=train.warmup_steps,
-        total_steps=train.rollouts * steps,
+        total_steps=train.rollouts * steps_per_batch(config),
         schedule=train.schedule,
         weight_decay=train.weight_decay,
         clip_grad=train.clip_grad,

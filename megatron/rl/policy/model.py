@@ -20,6 +20,7 @@ from megatron.rl.batch import MicroBatch
 from megatron.rl.errors import UserError
 from megatron.rl.model.architecture import Architecture
 from megatron.rl.model.build import BuildOptions, build_model, parameter_naming
+from megatron.rl.model.fp8 import distributed_fields
 from megatron.rl.parallel import ParallelConfig
 from megatron.rl.policy.head import PolicyHead, TokenRecord
 from megatron.rl.policy.step import forward_backward
@@ -81,6 +82,7 @@ class Policy(TrainedModel):
         ddp_config = DistributedDataParallelConfig(
             **_checked(DistributedDataParallelConfig, "megatron.ddp", settings.ddp,
                        RESERVED_DDP_FIELDS, {"use_distributed_optimizer": True}),
+            **distributed_fields(build.fp8),
             grad_reduce_in_fp32=True,
             average_in_collective=False,
         )  # fmt: skip
@@ -117,6 +119,22 @@ class Policy(TrainedModel):
         _, grad_norm, _ = self.optimizer.step()
         learning_rate = self.optimizer.param_groups[0]["lr"]
         return StepResult(float(grad_norm), learning_rate, records, losses)
+
+    def pass_over_steps(self, count: int) -> None:
+        """Move the learning rate on as if so many steps had been taken."""
+        if count:
+            self.scheduler.step(increment=count)
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the schedule of learning rate and weight decay has taken."""
+        steps: int = self.scheduler.num_steps
+        return steps
+
+    def resume_schedule(self, steps: int) -> None:
+        """Continue the schedule behind so many steps, as this run's settings define it."""
+        self.scheduler.num_steps = 0
+        self.scheduler.step(increment=steps)
 
     def _require_finite_gradients(self) -> None:
         buffers = [

@@ -13,6 +13,7 @@ from megatron.rl import cpu_backend
 from megatron.rl.batch import MicroBatch
 from megatron.rl.model.architecture import Architecture
 from megatron.rl.model.build import parameter_naming
+from megatron.rl.model.fp8 import input_multiple
 from megatron.rl.parallel import ParallelConfig
 from megatron.rl.policy.head import PolicyHead, TokenRecord
 from megatron.rl.policy.offload import TrainingMemory
@@ -34,6 +35,9 @@ class TrainedModel:
     Args:
         chunks: this rank's part of the model, each wrapped in DistributedDataParallel.
         optimizer: Megatron's, of these chunks.
+
+    Attributes:
+        input_multiple: what the tokens of a micro-batch have to be a multiple of.
     """
 
     def __init__(
@@ -45,10 +49,12 @@ class TrainedModel:
         optimizer: Any,
     ) -> None:
         self.architecture = architecture
+        self.layout = layout
         self.head = head
         self.device = training_device()
         self.plan = plan_weights(architecture, layout, parameter_naming())
         self.chunks = list(chunks)
+        self.input_multiple = input_multiple(layout, self.chunks[0].config)
         self.optimizer = optimizer
         self._training_memory = TrainingMemory(self.chunks, optimizer)
 

@@ -98,12 +98,12 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
     """
     path = Path(folder)
     config_path = path / "config.json"
-    if not config_path.is_file():
+    if not os.path.isfile(config_path):  # Path.is_file raises for a name that is too long
         raise EngineConfigError(
             f"no model at {path}: expected a folder with config.json and *.safetensors. "
             "Set the model path to a Hugging Face checkpoint folder"
         )
-    config = json.loads(config_path.read_text())
+    config = _read_json(config_path)
     tensors: dict[str, TensorInfo] = {}
     for file in _weight_files(path):
         if file.suffix == ".safetensors":
@@ -115,7 +115,7 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
             raise EngineConfigError(f"{path} holds {some_names(twice)} in two files; keep one")
         tensors.update(found)
     text_config = config.get("text_config") or config
-    vocab_size = text_config.get("vocab_size")
+    vocab_size = text_config.get("vocab_size") if isinstance(text_config, dict) else None
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise EngineConfigError(f"{config_path} has no vocab_size; got {vocab_size!r}")
     return CheckpointIndex(tensors, _optional_names(tensors, config), vocab_size)
@@ -129,14 +129,15 @@ def read_safetensors_header(file: str | Path) -> dict[str, TensorInfo]:
             raise EngineConfigError(f"{file} is no safetensors file (header of {size} bytes)")
         try:
             header: dict[str, Any] = json.loads(stream.read(size))
-        except ValueError:
+            header.pop("__metadata__", None)
+            return {
+                name: TensorInfo(str(entry["dtype"]), tuple(map(int, entry["shape"])))
+                for name, entry in header.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise EngineConfigError(
-                f"{file} is no safetensors file (its header is no JSON)"
+                f"{file} is no safetensors file (its header is not one of tensors)"
             ) from None
-    header.pop("__metadata__", None)
-    return {
-        name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()
-    }
 
 
 def check_names(names: Iterable[str], index: CheckpointIndex, *, complete: bool = True) -> None:
@@ -197,8 +198,8 @@ def _weight_files(path: Path) -> list[Path]:
     ):
         index = path / index_name
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            absent = [name for name in names if not (path / name).is_file()]
+            names = _names_of_index(index)
+            absent = [name for name in names if not os.path.isfile(path / name)]
             if absent:
                 raise EngineConfigError(
                     f"{path} lacks {some_names(absent)}, which {index_name} lists: the download or "
@@ -218,6 +219,27 @@ def _weight_files(path: Path) -> list[Path]:
         f"{path} has no weights: expected *.safetensors or *.bin beside config.json, found "
         f"{some_names(sorted(os.listdir(path))) or 'nothing'}. Download or export the weights first"
     )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise EngineConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise EngineConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _names_of_index(path: Path) -> list[str]:
+    """The weight files that an index lists; they lie beside it."""
+    weight_map = _read_json(path).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise EngineConfigError(
+            f"{path}: expected a weight_map from names of tensors to files beside it"
+        )
+    return sorted(set(names))
 
 
 def _read_torch_header(file: Path) -> dict[str, TensorInfo]:

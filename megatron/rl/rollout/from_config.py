@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.rl.config import Config
+from megatron.rl.rank_places import describe_ranks
 from megatron.rl.rollout.client.engine_config import PARALLEL_ARGUMENTS, VLLMEngineConfig
+from megatron.rl.rollout.client.engine_python import engine_python
 from megatron.rl.rollout.client.vllm_engine import VLLMEngine
 from megatron.rl.rollout.protocol import RolloutEngine
 from megatron.rl.rollout.replay_engine import ReplayEngine
@@ -48,6 +50,10 @@ def describe_processes(config: Config) -> str:
         f"# {len(topology.engines)} engine(s), {rollout.engine}, {engine_dtype(config)} precision "
         f"(model: {config.model.dtype})",
     ]
+    if on_own_python := engine_python(rollout.python):
+        lines.append(f"# engines run under {on_own_python}")
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))
+    lines += [f"# {line}" for line in describe_ranks(layout, ranks_per_node)]
     for line, share in zip(topology.describe(), shares, strict=True):
         lines.append(f"# {line}; prompts {share.start} to {share.stop - 1} of a batch")
     return "\n".join(lines)
@@ -59,7 +65,7 @@ def engine_config(config: Config, folder: Path, place: EnginePlace) -> VLLMEngin
     return VLLMEngineConfig(
         model_path=config.model.path,
         dtype=engine_dtype(config),
-        max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        max_model_len=longest_sequence(config),
         max_num_seqs=rollout.max_num_seqs,
         top_logprobs=rollout.top_logprobs,
         seed=place.seed,
@@ -88,7 +94,7 @@ def server_config(config: Config) -> VLLMServerConfig:
     return VLLMServerConfig(
         url=rollout.server_url,
         model_path=config.model.path,
-        max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        max_model_len=longest_sequence(config),
         token_variable=rollout.server_token_variable,
         allow_remote=rollout.server_allow_remote,
         max_num_seqs=rollout.max_num_seqs,
@@ -102,6 +108,13 @@ def server_config(config: Config) -> VLLMServerConfig:
         start_timeout_s=rollout.start_timeout_s,
         stall_timeout_s=rollout.stall_timeout_s,
     )
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt and response, of training and of evaluation."""
+    rollout = config.rollout
+    longest = max(rollout.max_response_tokens, config.eval.response_limit(rollout))
+    return rollout.max_prompt_tokens + longest
 
 
 def _transport(config: Config, auto: str) -> str:

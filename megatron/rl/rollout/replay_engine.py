@@ -30,27 +30,47 @@ class ReplayEngine:
 
     Training batches are taken in order, and held-out batches likewise. Each owner makes its own
     engine; a request's ``first_sequence_index`` says which sequences of the batch are asked for.
+    A batch that dynamic sampling has refilled is replayed as it was trained on: its prompts, which
+    are not neighbours in the stream, are those of :meth:`prompt_ids`.
     """
 
     def __init__(self, folder: str | Path) -> None:
         """List the records.
 
         Raises:
-            UserError: there are none, or not from the first batch on.
+            UserError: there are none.
         """
         self._records = RecordFolder(folder)
         self._version = 0
-        first = self._records.numbers("train")[:1]
-        if first not in ([], [1]):
-            raise UserError(
-                f"rollout.replay_from: the records in {folder} begin with batch {first[0]}, a "
-                "replay needs them from batch 1 on (records.keep of the recorded run removed "
-                "the others)"
-            )
+        self._done = 0
         self._left: dict[Purpose, list[int]] = {
             "train": self._records.numbers("train"),
             "heldout": self._records.numbers("heldout"),
         }
+
+    def skip(self, batches: int) -> None:
+        """Go on behind so many training batches, and the evaluations made before the last of them.
+
+        Args:
+            batches: from the first on; never fewer than are done already.
+        """
+        self._done = batches
+        self._left["train"] = [n for n in self._left["train"] if n > batches]
+        self._left["heldout"] = [n for n in self._left["heldout"] if n >= batches]
+
+    def prompt_ids(self, number: int) -> NDArray[np.int64]:
+        """Return the prompts of training batch ``number``, the next one; one id a group, or none.
+
+        Raises:
+            UserError: there is no such batch.
+        """
+        found = self._next("train")
+        if found != number:
+            raise UserError(
+                f"rollout.replay_from: the next batch of {self._records.folder} is {found}, this "
+                f"run asks for {number}"
+            )
+        return self._records.prompt_ids("train", number)
 
     def generate(
         self, request: GenerationRequest, on_finished: OnFinished | None = None
@@ -61,13 +81,7 @@ class ReplayEngine:
             UserError: there is no further batch, or it answers another request than this one.
         """
         purpose: Purpose = "train" if request.settings.training else "heldout"
-        if not self._left[purpose]:
-            raise UserError(
-                f"rollout.replay_from: {self._records.folder} has no further {purpose} batch "
-                f"(recorded: {len(self._records.numbers(purpose))}); lower train.rollouts"
-                + (", or evaluate as often as the recorded run" if purpose == "heldout" else "")
-            )
-        number = self._left[purpose][0]
+        number = self._next(purpose)
         self._check_settings(self._records.info(purpose, number), request)
         start = request.first_sequence_index
         record = self._records.sequences(purpose, number, start, start + request.num_sequences)
@@ -80,6 +94,8 @@ class ReplayEngine:
                 f"{self._version}",
             )
         self._left[purpose].pop(0)
+        if purpose == "train":
+            self._done = number
         ended = np.flatnonzero(~rollouts.aborted)
         if on_finished is not None and len(ended):
             on_finished(FinishedSequences(ended, rollouts.select(ended)))
@@ -128,6 +144,23 @@ class ReplayEngine:
     def close(self) -> None:
         """Nothing to end."""
 
+    def _next(self, purpose: Purpose) -> int:
+        """Return the number of the next batch."""
+        train = self._left["train"]
+        if train and train[0] != self._done + 1:
+            raise UserError(
+                f"rollout.replay_from: {self._records.folder} has no train batch {self._done + 1}, "
+                f"the next one there is {train[0]}; records.keep of the recorded run removes the "
+                "first ones"
+            )
+        if not self._left[purpose]:
+            raise UserError(
+                f"rollout.replay_from: {self._records.folder} has no further {purpose} batch "
+                f"(recorded: {len(self._records.numbers(purpose))}); lower train.rollouts"
+                + (", or evaluate as often as the recorded run" if purpose == "heldout" else "")
+            )
+        return self._left[purpose][0]
+
     def _check_settings(self, info: RecordInfo, request: GenerationRequest) -> None:
         for field in dataclasses.fields(request.settings):
             recorded = getattr(info.settings, field.name)
@@ -153,7 +186,8 @@ class ReplayEngine:
                 raise self._refusal(
                     record.info,
                     f"answers another prompt at sequence {sequence} than this run asks: task, "
-                    "tokenizer, run.seed and rollout.prompts must be those of the recorded run",
+                    "tokenizer, run.seed, rollout.prompts and rollout.refill_rounds must be those "
+                    "of the recorded run",
                 )
 
     def _refusal(self, info: RecordInfo, reason: str) -> UserError:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..checkpoint_index import CheckpointIndex, read_checkpoint_index
 from ..errors import EngineConfigError
+from .engine_python import check_engine_python, engine_python
 
 EXTENSION_CLASS = "megatron.rl.rollout.worker.worker_extension.RolloutWorkerExtension"
 
@@ -80,7 +81,7 @@ class VLLMEngineConfig:
     seed             of the engine's own generator, for requests without a seed; give each engine
                      of a run another one
     device           "cpu" or "cuda"; it must match the vLLM that `python` has
-    python           interpreter that has vLLM; None: this one
+    python           interpreter that has vLLM; None: what PDM_RL_ROLLOUT_PYTHON names, else this
     kv_cache_gib     memory for the KV cache; None: 1 on "cpu"; on "cuda" what
                      gpu_memory_utilization leaves
     threads          OpenMP threads on "cpu"; None: all cores
@@ -194,9 +195,14 @@ class VLLMEngineConfig:
 def check_model(config: VLLMEngineConfig) -> CheckpointIndex:
     """Read the model folder; raise EngineConfigError when it cannot serve this configuration.
 
+    That includes an interpreter of the engine's own that has not the vLLM that is needed.
+
     vLLM 0.32 has no limit of its own on K: it takes any `max_logprobs`, and then fails inside
     `torch.topk` at the first token when K exceeds the vocabulary. The vocabulary is the limit.
     """
+    python = engine_python(config.python)
+    if python is not None:
+        check_engine_python(python)
     index = read_checkpoint_index(config.model_path)
     if config.top_logprobs > index.vocab_size:
         raise EngineConfigError(
@@ -312,4 +318,5 @@ def worker_environment(
 
 
 def worker_python(config: VLLMEngineConfig) -> str:
-    return config.python or sys.executable
+    """The interpreter that the worker runs under."""
+    return engine_python(config.python) or sys.executable

@@ -79,7 +79,8 @@ def write_record(path: Path, record: Record) -> None:
         column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in SPLIT_COLUMNS},
         write_page_checksum=True,
     ) as writer:
-        for start in range(0, len(record), ROWS_PER_GROUP):
+        # Without sequences (nothing of the batch was trained on) there is one empty group of rows.
+        for start in range(0, max(len(record), 1), ROWS_PER_GROUP):
             stop = min(start + ROWS_PER_GROUP, len(record))
             writer.write_table(_to_table(record, start, stop, schema))
 
@@ -121,18 +122,30 @@ def read_record(path: Path) -> Record:
     with _one_line_errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
         if not file.schema_arrow.equals(SCHEMA):
             raise ValueError(f"its columns are {file.schema_arrow.names}, expected {SCHEMA.names}")
-        if not file.num_row_groups:
-            raise ValueError("it holds no sequences")
         row = info.first_sequence
         parts = []
         for number in range(file.num_row_groups):
             parts.append(_from_table(info, file.read_row_group(number), row))
             row += len(parts[-1])
+        if not parts:
+            raise ValueError("it has no row group")
         record = Record.join(parts)
         if len(record) % info.samples_per_prompt:
             raise ValueError(f"{len(record)} sequences in groups of {info.samples_per_prompt}")
         record.rollouts.validate(info.vocab_size)
     return record
+
+
+def read_prompt_ids(path: Path) -> NDArray[np.int64]:
+    """Read the prompt id of every sequence of a file.
+
+    Raises:
+        UserError: not a record, or a damaged one.
+    """
+    with _one_line_errors(path):
+        table = pq.read_table(path, columns=["prompt_id"])
+        ids: NDArray[np.int64] = table["prompt_id"].combine_chunks().to_numpy()
+        return ids
 
 
 @contextlib.contextmanager

@@ -15,9 +15,18 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron.rl.errors import UserError
 from megatron.rl.rollout.records.record import Purpose, Record, RecordInfo
-from megatron.rl.rollout.records.record_file import count_rows, read_info, read_record, write_record
+from megatron.rl.rollout.records.record_file import (
+    count_rows,
+    read_info,
+    read_prompt_ids,
+    read_record,
+    write_record,
+)
 
 RECORDS_FOLDER = "rollouts"
 
@@ -140,7 +149,7 @@ class RecordFolder:
         """
         parts = self._parts(purpose, number)
         total = parts[0][1].batch_sequences
-        if not 0 <= start < stop <= total:
+        if not 0 <= start <= stop <= total:
             raise UserError(
                 f"{self.folder}: {purpose} batch {number} has {total} sequences, asked for "
                 f"{start} to {stop}"
@@ -151,7 +160,17 @@ class RecordFolder:
             low, high = max(start, first), min(stop, first + count_rows(path))
             if low < high:
                 chosen.append(read_record(path).rows(low - first, high - first))
-        return Record.join(chosen)
+        return Record.join(chosen) if chosen else read_record(parts[0][0]).rows(0, 0)
+
+    def prompt_ids(self, purpose: Purpose, number: int) -> NDArray[np.int64]:
+        """The ids of a batch's prompts, one a group.
+
+        Raises:
+            UserError: as :meth:`batch`.
+        """
+        parts = self._parts(purpose, number)
+        ids = np.concatenate([read_prompt_ids(path) for path, _ in parts])
+        return ids[: parts[0][1].batch_sequences : parts[0][1].samples_per_prompt]
 
     def batches(self, purpose: Purpose = "train") -> Iterator[Record]:
         """Every recorded batch, in order."""
