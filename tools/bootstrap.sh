@@ -10,8 +10,9 @@
 #
 # In NVIDIA's PyTorch container (NVIDIA_PYTORCH_VERSION is set there) the image's own torch and
 # Transformer Engine are used and never replaced: .venv sees the image's packages, and the rollout
-# engine, whose vLLM is built against PyPI's torch, gets an environment of its own, .venv-rollout
-# (name its interpreter in the setting rollout.python). Written without such a container at hand.
+# engine, whose vLLM is built against PyPI's torch, gets an environment of its own, .venv-rollout:
+# tools/launch.sh finds it, elsewhere name its interpreter in PDM_RL_ROLLOUT_PYTHON or in the setting
+# rollout.python. Written without such a container at hand.
 
 set -euo pipefail
 
@@ -209,8 +210,10 @@ install_all() {
             pip_install "the trainer and the development tools beside the image's torch" "$venv" \
                 --overrides requirements/overrides-ngc.txt -e '.[train,dev]'
             make_venv "$venv-rollout"
-            pip_install "vLLM" "$venv-rollout" "$(pin_of vllm gpu.txt)" -e .
-            say "set rollout.python to $venv-rollout/bin/python"
+            # What both environments have, torch included, has one version.
+            pip_install "vLLM" "$venv-rollout" \
+                --constraints requirements/train.txt "$(pin_of vllm gpu.txt)" -e .
+            say "export PDM_RL_ROLLOUT_PYTHON=$venv-rollout/bin/python"
             ;;
     esac
 }

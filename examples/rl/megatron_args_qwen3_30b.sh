@@ -3,7 +3,8 @@
 #
 # Qwen3-30B-A3B in Megatron's own loop, on 4 nodes of 8 GPUs: what a Megatron user types. The values
 # are those of qwen3_30b_fp8_e2e.yaml, in BF16. Not run on GPUs yet; --dry-run checks every
-# argument against Megatron, this project and the model's config.json, with no GPU at all.
+# argument against Megatron, this project and the model's config.json, with no GPU at all. Where
+# there is no such file it prints the command.
 #
 #   MODEL=/path/to/Qwen3-30B-A3B-Base bash examples/rl/megatron_args_qwen3_30b.sh --dry-run
 #
@@ -23,7 +24,7 @@ for argument in "$@"; do
 done
 
 nodes=${NODES:-4} gpus=${GPUS_PER_NODE:-8}
-checkpoints=${CHECKPOINTS:-checkpoints/qwen3-30b}
+checkpoints=${CHECKPOINTS:-checkpoints/qwen3-30b} model_folder=${MODEL:-Qwen3-30B-A3B-Base}
 
 model=(
     --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144
@@ -59,7 +60,7 @@ training=(
 )
 # Engines of 4 GPUs, which they share with the ranks: one sleeps while the other works.
 rollouts=(
-    --pdm-model-path "${MODEL:-Qwen3-30B-A3B-Base}"
+    --pdm-model-path "$model_folder"
     --pdm-task-name reasoning_gym/gsm_symbolic --pdm-task-exact true
     --pdm-rollout-max-prompt-tokens 2048 --pdm-rollout-max-response-tokens 8192
     --pdm-rollout-engines-per-node 2 --pdm-rollout-sleep true
@@ -75,12 +76,23 @@ command=(
 )
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
+# This checkout, also where the environment has another one or none.
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-$root/.venv/bin/python}
+launcher=(
+    "$python" -m torch.distributed.run
+    --nnodes "$nodes" --nproc-per-node "$gpus" --node-rank "${NODE_RANK:-0}"
+    --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}"
+)
 if $dry_run; then
+    printf '# on each of %s nodes, with its NODE_RANK:\n' "$nodes"
+    printf '%q ' "${launcher[@]}" "${command[@]}"
+    printf '\n'
+    if [[ ! -f $model_folder/config.json ]] || ! command -v -- "$python" >/dev/null; then
+        printf '# arguments not checked: that takes MODEL=FOLDER with a config.json, and %s\n' "$python"
+        exit 0
+    fi
     RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((nodes * gpus)) LOCAL_WORLD_SIZE=$gpus \
         exec "$python" "${command[@]}" --pdm-dry-run
 fi
-exec "$python" -m torch.distributed.run \
-    --nnodes "$nodes" --nproc-per-node "$gpus" --node-rank "${NODE_RANK:-0}" \
-    --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" \
-    "${command[@]}"
+exec "${launcher[@]}" "${command[@]}"

@@ -6,6 +6,7 @@
 #
 #   bash examples/rl/megatron_args_tiny.sh                        # 8 iterations
 #   bash examples/rl/megatron_args_tiny.sh --train-iters 40 --pdm-direction exact
+#   bash examples/rl/megatron_args_tiny.sh --dry-run              # prints the command
 #
 #   MODEL=FOLDER             another starting policy than runs/tiny-model, which is made
 #   SAVE=runs/tiny-megatron  Megatron's checkpoint, and its TensorBoard
@@ -16,8 +17,14 @@ root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 model_folder=${MODEL:-$root/runs/tiny-model} save=${SAVE:-$root/runs/tiny-megatron}
 python=${PYTHON:-$root/.venv/bin/python}
 
-[[ -n ${PYTHON:-} ]] || bash "$root/tools/bootstrap.sh"
-[[ -n ${MODEL:-} ]] || "$python" "$root/tools/make_tiny_model.py" --out "$model_folder"
+dry_run=false further=()
+for argument in "$@"; do
+    if [[ $argument == --dry-run ]]; then dry_run=true; else further+=("$argument"); fi
+done
+if ! $dry_run; then
+    [[ -n ${PYTHON:-} ]] || bash "$root/tools/bootstrap.sh"
+    [[ -n ${MODEL:-} ]] || "$python" "$root/tools/make_tiny_model.py" --out "$model_folder"
+fi
 
 model=(
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 128
@@ -56,7 +63,17 @@ loss=(
     --pdm-mask divergence --pdm-divergence topk_kl --pdm-direction uniform --pdm-threshold 0.05
 )
 
-export OMP_NUM_THREADS=1
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
-    "$root/examples/rl/train_rl.py" --pdm-device cpu \
-    "${model[@]}" "${parallel[@]}" "${training[@]}" "${rollouts[@]}" "${loss[@]}" "$@"
+command=(
+    "$python" -m torch.distributed.run --standalone --nproc-per-node 2
+    "$root/examples/rl/train_rl.py" --pdm-device cpu
+    "${model[@]}" "${parallel[@]}" "${training[@]}" "${rollouts[@]}" "${loss[@]}" "${further[@]}"
+)
+
+export OMP_NUM_THREADS=1 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+if $dry_run; then
+    printf 'OMP_NUM_THREADS=1 PYTHONPATH=%q ' "$PYTHONPATH"
+    printf '%q ' "${command[@]}"
+    printf '\n'
+    exit 0
+fi
+exec "${command[@]}"

@@ -5,14 +5,11 @@
 #
 #   bash examples/rl/quickstart.sh
 #   bash examples/rl/quickstart.sh --set loss.direction=exact     # any setting of the config
+#   bash examples/rl/quickstart.sh --dry-run                      # says what it would do
 #
 # Installs what is missing, makes the starting policy once (runs/tiny-model), then trains.
 
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
-cd -- "$root"
-
-bash tools/bootstrap.sh
-.venv/bin/python tools/make_tiny_model.py --out runs/tiny-model
-exec .venv/bin/pdm-rl train examples/rl/quickstart.yaml "$@"
+exec bash "$root/tools/launch.sh" "$root/examples/rl/quickstart.yaml" "$@"

@@ -1,64 +1,39 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Qwen3-30B-A3B, on 4 nodes of 8 GPUs. FP8 is not built yet: see below.
+# Qwen3-30B-A3B-Base on 4 nodes of 8 GPUs, FP8 in training and rollout. Not run on GPUs yet, but
+# for its tiny twin, which CI runs.
 #
-#   bash examples/rl/qwen3_30b_fp8_e2e.sh --dry-run     # print the resolved config and commands
-#   SCALE=tiny bash examples/rl/qwen3_30b_fp8_e2e.sh    # the same recipe on two CPU cores
+#   bash examples/rl/qwen3_30b_fp8_e2e.sh --dry-run    # config, plan and commands; starts nothing
+#   sbatch examples/rl/qwen3_30b_fp8_e2e.sh            # MODEL and DATA in the environment
+#   SCALE=tiny bash examples/rl/qwen3_30b_fp8_e2e.sh    # the same recipe on two CPU cores, minutes
 #
-#   MODEL=/path/to/Qwen3-30B-A3B-Base    the starting policy
-#   NODES=4 GPUS_PER_NODE=8 NODE_RANK=0 MASTER_ADDR=... MASTER_PORT=29500    the cluster
+#   MODEL=/path/to/Qwen3-30B-A3B-Base DATA=/path/to/data    the rest: tools/launch.sh
 #
 # Further arguments go to pdm-rl train, for example --set train.learning_rate=2e-6.
 
+#SBATCH --job-name=qwen3_30b_fp8_e2e
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@900
+
 set -euo pipefail
 
-readonly USAGE=2
+readonly recipe=examples/rl/qwen3_30b_fp8_e2e
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
-cd -- "$root"
-
-scale=${SCALE:-full}
-dry_run=false
-for argument in "$@"; do
-    [[ $argument != --dry-run ]] || dry_run=true
-done
-
-case $scale in
-    full) recipe=examples/rl/qwen3_30b_fp8_e2e.yaml ;;
-    tiny) recipe=examples/rl/qwen3_30b_fp8_e2e_tiny.yaml ;;
-    *)
-        printf 'SCALE is %s; it may be full or tiny\n' "$scale" >&2
-        exit $USAGE
-        ;;
-esac
-
-printf 'note: FP8 training and FP8 rollouts are not built yet; this recipe runs in %s\n' \
-    "$([[ $scale == tiny ]] && echo float32 || echo BF16)"
-
-overrides=()
-[[ -z ${MODEL:-} ]] || overrides=(--set "model.path=$MODEL")
-
-bash tools/bootstrap.sh
-
-if [[ $scale == tiny ]]; then
-    $dry_run || .venv/bin/python tools/make_tiny_model.py --out runs/tiny-model
-    exec .venv/bin/pdm-rl train "$recipe" "${overrides[@]}" "$@"
+# Slurm runs a copy of this file, and knows where the original is.
+if [[ -n ${SLURM_JOB_ID:-} && ! -f $root/tools/launch.sh ]]; then
+    root=$(scontrol show job "$SLURM_JOB_ID" | sed -n "s|^ *Command=\(.*\)/$recipe\.sh.*|\1|p")
+    [[ -f $root/tools/launch.sh ]] || root=${SLURM_SUBMIT_DIR:-}
 fi
-
-nodes=${NODES:-4} gpus=${GPUS_PER_NODE:-8}
-launcher=(
-    .venv/bin/python -m torch.distributed.run
-    --nnodes "$nodes" --nproc-per-node "$gpus" --node-rank "${NODE_RANK:-0}"
-    --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}"
-    -m megatron.rl.cli train "$recipe" "${overrides[@]}"
-)
-if $dry_run; then
-    .venv/bin/pdm-rl train "$recipe" "${overrides[@]}" "$@"
-    printf '# on each of %s nodes, with its NODE_RANK:\n' "$nodes"
-    printf '%q ' "${launcher[@]}"
-    printf '\n'
-    exit 0
+if [[ ! -f $root/tools/launch.sh ]]; then
+    printf 'error: no tools/launch.sh found: call sbatch in the repository, or with %s.sh\n' "$recipe" >&2
+    exit 2
 fi
-printf '%s\n' "error: the full-scale run is not built yet (FP8, one engine a node, the math data)." \
-    "Use --dry-run to see it, or SCALE=tiny to run the recipe here." >&2
-exit $USAGE
+exec bash "$root/tools/launch.sh" "$root/$recipe.yaml" "$@"

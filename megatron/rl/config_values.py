@@ -33,7 +33,9 @@ def show_value(config: Config, key: str) -> str:
         path += f"{name}."
     if isinstance(value, str) and "\n" not in value:
         return value
-    return json.dumps(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    return json.dumps(value)
 
 
 def _names(value: Any) -> list[str]:
