@@ -3,12 +3,11 @@
 
     python benchmarks/scoring.py [--json PATH]       the rates
     python benchmarks/scoring.py --check             `name value target ok|short` lines
-    python benchmarks/scoring.py --task NAME --params JSON --responses FILE
-                                                     any task, responses from a file of JSON strings
 
-Three loads: a task that compares integers, scored batch by batch as sequences end; the same with a
-response that hangs in every batch, whose time limit is taken off; and replacing a process. Without
-``--responses``, a task other than the integers is scored on its own reference answers.
+Integers, scored batch by batch as sequences end; the same with a response that hangs in every
+batch, beyond its time limit; and general answers, half of them right, in three loads: all
+different, as in training (eight responses to each problem), and only such as sympy has to compare.
+No process has seen any of them before.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment
+from benchmarks.scoring_general import GeneralLoad, general_load
 from benchmarks.scoring_integers import Integers
 from benchmarks.targets import Target, as_json
-from megatron.rl.rewards.registry import TaskSpec, make_task
+from megatron.rl.rewards.registry import TaskSpec
 from megatron.rl.rewards.scoring_limits import ScoringLimits
 from megatron.rl.rewards.scoring_pool import ScoringPool
 from megatron.rl.rewards.task import Prompt
@@ -41,7 +43,9 @@ MIN_INTEGERS_PER_S = 2000.0
 MAX_OVERHEAD_US = 100.0
 MIN_GENERAL_PER_S = 300.0
 MAX_REPLACEMENT_MS = 50.0
-
+# General responses in a round, and the loads: only symbolic ones, responses to each problem.
+GENERAL = 1024
+GENERAL_LOADS = {"different": (False, 1), "groups_of_8": (False, 8), "symbolic": (True, 1)}
 
 INTEGERS = TaskSpec("benchmarks.scoring_integers:Integers")
 
@@ -111,21 +115,54 @@ def measure_integers(rounds: int) -> tuple[dict[str, Any], list[Target]]:
     return measured, [*targets, Target("replacement_ms", replacement_ms, MAX_REPLACEMENT_MS)]
 
 
-def measure_task(
-    spec: TaskSpec, responses: Path | None, count: int, rounds: int
-) -> tuple[dict[str, Any], list[Target]]:
-    """Any task, on responses from a file or on its own reference answers."""
-    task: Any = make_task(spec)
-    prompts = [task.prompt("train", 0, index) for index in range(count)]
-    if responses is None:
-        texts = [task.reference_answer(prompt) for prompt in prompts]
-    else:
-        texts = [json.loads(line) for line in responses.read_text().splitlines()][:count]
-        prompts = prompts[: len(texts)]
-    times = measure(spec, texts, prompts, max(BATCHES), rounds)
-    rate = 1 / times.wall_s
-    target = Target(f"{spec.name}/per_s", rate, MIN_GENERAL_PER_S, at_least=True)
-    return {"responses": len(texts), "per_s": rate, "own_us": times.own_s * 1e6}, [target]
+def measure_general(rounds: int) -> tuple[dict[str, Any], list[Target]]:
+    """Answers that are no integers; every round has others and a pool of its own."""
+    measured, targets = {}, []
+    for name, (symbolic, group) in GENERAL_LOADS.items():
+        wall, processor = [], []
+        with tempfile.TemporaryDirectory() as folder:
+            for seed in range(rounds):
+                load = general_load(
+                    Path(folder), GENERAL // group, seed, symbolic=symbolic, group=group
+                )
+                times = _general_times(load)
+                wall.append(times.wall_s)
+                processor.append(times.processor_s)
+        rate = 1 / statistics.median(wall)
+        per_core = 1 / statistics.median(processor)
+        measured[name] = {"per_s": rate, "per_processor_second": per_core}
+        targets.append(Target(f"general/{name}/per_s", rate, MIN_GENERAL_PER_S, at_least=True))
+    return measured, targets
+
+
+@dataclass(frozen=True)
+class GeneralTimes:
+    """Of one response, seconds: all that passed, and processor time of the scoring processes."""
+
+    wall_s: float
+    processor_s: float
+
+
+def _general_times(load: GeneralLoad) -> GeneralTimes:
+    before = _ended_children_s()
+    with ScoringPool(load.task, ScoringLimits()) as pool:
+        pool.start()
+    loading = _ended_children_s() - before
+    with ScoringPool(load.task, ScoringLimits()) as pool:
+        pool.start()
+        started = time.perf_counter()
+        scored = pool.score(load.responses, load.prompts)
+        wall = time.perf_counter() - started
+    processor = _ended_children_s() - before - 2 * loading
+    if scored.failures or scored.scores.tolist() != list(load.scores):
+        raise SystemExit(f"error: a response was scored wrongly: {scored.first_error}")
+    count = len(load.responses)
+    return GeneralTimes(wall / count, processor / count)
+
+
+def _ended_children_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> int:
@@ -136,20 +173,15 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     parser.add_argument("--json", type=Path, help="write what was measured here")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--task", help="measure this task instead of integers")
-    parser.add_argument("--params", type=json.loads, default={}, help="its task.params, as JSON")
-    parser.add_argument("--responses", type=Path, help="a JSON string a line, in prompt order")
-    parser.add_argument("--count", type=int, default=512, help="prompts of --task")
     options = parser.parse_args()
     results: dict[str, Any] = {"environment": describe_environment()}
     limits = ScoringLimits()
     results["limits"] = asdict(limits) | {"workers": limits.worker_count()}
-    if options.task is None:
-        measured, targets = measure_integers(options.rounds)
-    else:
-        spec = TaskSpec(options.task, options.params)
-        measured, targets = measure_task(spec, options.responses, options.count, options.rounds)
-    results |= {"measured": measured, "targets": as_json(targets)}
+    integers, targets = measure_integers(options.rounds)
+    general, general_targets = measure_general(options.rounds)
+    targets += general_targets
+    results["measured"] = {"integers": integers, "general": general}
+    results["targets"] = as_json(targets)
     for target in targets:
         print(target.line(), flush=True)
     if options.json:

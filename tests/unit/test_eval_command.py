@@ -50,6 +50,8 @@ def test_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--bench", "reasoning_gym/x", "--samples", "0"], "samples: expected 1"),
         (["--bench", "reasoning_gym/x", "--max-tokens", "0"], "max_tokens must be at least 1"),
         (["--bench", "reasoning_gym/x", "--temperature", "0"], "samples: expected 1 with temp"),
+        (["--bench", "reasoning_gym/x", "--scoring-timeout", "0"], "scoring.timeout_s: expected"),
+        (["--bench", "reasoning_gym/x", "--scoring-workers", "0"], "scoring.workers: expected"),
     ],
 )
 def test_refused_options(

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ class DigitSums:
         return "odd" if odd else "even"
 
 
+class ProcessorTime(DigitSums):
+    """Whether the process that scores may use more than 1000 s of processor time."""
+
+    def reward(self, response_text: str, prompt: Prompt) -> float:
+        return float(resource.getrlimit(resource.RLIMIT_CPU)[0] > 1000)
+
+
 @pytest.fixture
 def config() -> Config:
     section = {"benches": [BENCH], "problems": PROBLEMS, "samples": SAMPLES}
@@ -69,6 +77,16 @@ def test_engines_share_the_problems(config: Config, tmp_path: Path) -> None:
     parts = [one for path in (tmp_path / "together").iterdir() for one in read_responses(path)]
     assert sorted(parts, key=lambda one: (one.problem, one.sample)) == whole
     assert len(whole) == PROBLEMS * SAMPLES
+
+
+def test_the_limits_of_scoring_are_those_of_the_run(tmp_path: Path) -> None:
+    bench = "tests.unit.test_eval_in_training:ProcessorTime"
+    section = {"benches": [bench], "problems": 1, "samples": 1}
+    base = {"model": {"path": "x"}, "task": {"name": "x"}}
+    config = parse_config(base | {"eval": section, "scoring": {"timeout_s": 2000}})
+    benches = RunBenches(config, WordTokenizer(), engine=0, engines=1)  # type: ignore[arg-type]
+    share = benches.sample(bench, SeedEngine(), tmp_path)  # type: ignore[arg-type]
+    assert share.problems[0].scores.tolist() == [1.0]
 
 
 def test_more_engines_than_problems(config: Config, tmp_path: Path) -> None:

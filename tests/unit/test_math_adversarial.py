@@ -105,13 +105,15 @@ def score_all(spec: TaskSpec, count: int, seed: int) -> dict[str, int]:
 
 def test_generated_responses_in_scoring_processes(spec: TaskSpec) -> None:
     totals = score_all(spec, 150, seed=1)
-    assert totals["scored"] == 150 and totals["raised"] > 0
+    # What would cost too much is a wrong answer, not a scorer that failed.
+    assert totals["scored"] == 150 and totals["raised"] == 0
 
 
 @pytest.mark.slow
-def test_fifty_thousand_generated_responses(spec: TaskSpec) -> None:
-    totals = score_all(spec, 50_000, seed=2)
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_fifty_thousand_generated_responses(spec: TaskSpec, seed: int) -> None:
+    totals = score_all(spec, 5000, seed)
     print(totals)
-    assert totals["scored"] == 50_000 and totals["invalid"] == 0
+    assert totals["scored"] == 5000 and totals["raised"] == totals["invalid"] == 0
     # The cheap checks leave little for the limits to end.
-    assert totals["timed_out"] + totals["died"] < 500
+    assert totals["timed_out"] + totals["died"] < 50

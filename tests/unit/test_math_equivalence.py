@@ -5,6 +5,7 @@ import signal
 import threading
 
 import pytest
+from sympy import srepr
 
 from megatron.rl.rewards import symbolic_answers
 from megatron.rl.rewards.answer_format import FORMATS
@@ -73,6 +74,33 @@ def test_a_bare_latex_gold_is_read() -> None:
     # Without dollars around it math-verify finds nothing in it.
     assert compare("\\frac{\\sqrt{3}}{4}", "\\frac{3}{4\\sqrt{3}}").step == "symbolic"
     assert compare("\\frac{\\sqrt{3}}{4}", "\\frac{3}{4\\sqrt{3}}").equal
+
+
+@pytest.mark.parametrize(
+    "text", ["3x^2+x_1", "\\frac{\\pi}{6}", "[0,\\infty)", "y=2x+3", "\\sqrt{2}i"]
+)
+def test_the_quick_and_the_thorough_parser_read_the_same(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = symbolic_answers._parse.__wrapped__(text)
+    library = symbolic_answers._library()
+    set_thorough = library.set_thorough
+    monkeypatch.setattr(library, "set_thorough", lambda _: set_thorough(True))
+    # math-verify keeps what it has read; a space more is another text to it.
+    thorough = symbolic_answers._parse.__wrapped__(f" {text}")
+    assert quick is not None and srepr(quick) == srepr(thorough)
+
+
+def test_equality_is_seen_with_and_without_expansion() -> None:
+    proofs = [
+        ("x^{2}+3x+2", "(x+1)(x+2)", True),
+        ("(x+1)^{2000}", "(1+x)^{2000}", False),  # too many terms to write out
+        ("\\frac{1}{x+1}+1", "\\frac{x+2}{x+1}", False),  # true, but not shown by expansion
+    ]
+    for gold, answer, proven in proofs:
+        values = [symbolic_answers._parse(text) for text in (gold, answer)]
+        assert symbolic_answers._same_expanded(*values) == proven
+        assert compare(gold, answer).equal
 
 
 def test_no_alarm_is_set_and_any_thread_will_do() -> None:

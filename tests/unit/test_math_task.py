@@ -110,12 +110,12 @@ def test_the_answer_line_format(files: dict[str, str]) -> None:
     assert task.reward("\\boxed{2}", prompt) == 0.0
 
 
-def test_an_answer_beyond_bounds_is_counted(files: dict[str, str]) -> None:
+def test_an_answer_beyond_bounds_is_wrong_and_no_failure(files: dict[str, str]) -> None:
     task = MathTask(**files)
     prompt = task.prompt("train", 0, 0)
     score = score_response(task, "\\boxed{10^{10^{10}}}", prompt)
-    assert (score.value, score.outcome) == (0.0, Outcome.RAISED)
-    assert "tower of powers" in score.problem
+    assert (score.value, score.outcome) == (0.0, Outcome.SCORED)
+    assert score.answer == "10^{10^{10}}"
 
 
 # ---- the public files --------------------------------------------------------------------------

@@ -72,6 +72,41 @@ def test_task_responses_lose_the_end_token_only(folder):
         assert tokenizer.decode_response(ids) == text
 
 
+@pytest.mark.parametrize(
+    ("after_answer", "stops"),
+    [
+        ("<turn>\n", (2, 1, 3)),  # as Qwen3-Base: a template whose end of turn is no eos
+        (" <turn>", (2, 1, 3)),
+        ("<end>\n<turn>", (2, 1)),  # the first of them ends the turn, and is known already
+        ("<think>", (2, 1)),  # a token of its own, but not a special one
+        ("\n\n", (2, 1)),
+        ("{{ raise_exception('prompts only') }}", (2, 1)),
+    ],
+)
+def test_a_chat_template_s_end_of_turn_ends_a_response(folder, after_answer, stops):
+    file = json.loads((folder / "tokenizer.json").read_text())
+    size = len(file["model"]["vocab"])
+    shape = dict(file["added_tokens"][0])
+    file["added_tokens"] += [
+        {**shape, "id": size, "content": "<turn>"},
+        {**shape, "id": size + 1, "content": "<think>", "special": False},
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+    with_chat(
+        folder,
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        f"{{% if m.role == 'assistant' %}}{after_answer}{{% else %}}<end>{{% endif %}}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+    )
+    tokenizer = PromptTokenizer(folder)
+    stops = tuple(size if stop == 3 else stop for stop in stops)
+    assert tokenizer.eos_token_ids == stops
+    five = tokenizer.encode_prompt("5")[6]
+    assert tokenizer.decode_response([five, stops[-1]]) == tokenizer.decode_response([five])
+    # Only where prompts have the form that ends so.
+    assert PromptTokenizer(folder, template="base").eos_token_ids == (2, 1)
+
+
 def test_task_tokenizer_errors(folder, tmp_path):
     with pytest.raises(UserError, match="model folder"):
         PromptTokenizer(tmp_path / "nowhere")

@@ -3,8 +3,8 @@
 
 import importlib.metadata
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ class PrepareSettings:
     model              folder of the tokenizer that counts prompts; None: any length
     max_prompt_tokens  longest prompt, instruction and template included
     answer_format      the run's ``task.params.format``; None: questions are asked as they are
-    template, system_prompt  of the prompt, see ``task.template``
+    template, system_prompt, template_args  of the prompt, see ``task.template``
     seed               shuffles the problems; None: in the order of the sources
     force              replace a prepared folder
     """
@@ -53,6 +53,7 @@ class PrepareSettings:
     answer_format: str | None = None
     template: str = "auto"
     system_prompt: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     force: bool = False
 
@@ -69,6 +70,7 @@ class PrepareSettings:
                 ("--format", self.answer_format, None),
                 ("--template", self.template, "auto"),
                 ("--system-prompt", self.system_prompt, None),
+                ("--template-arg", self.template_args, {}),
             ):
                 if value != default:
                     raise UserError(f"{option} has no effect without --model; leave it out")
@@ -85,6 +87,7 @@ class PrepareSettings:
             "format": self.answer_format,
             "template": self.template,
             "system_prompt": self.system_prompt,
+            "template_args": dict(self.template_args),
             "seed": self.seed,
         }
 
@@ -102,7 +105,7 @@ def prepare(settings: PrepareSettings, progress: Progress) -> dict[str, Any]:
     sources = [table_files(source) for source in settings.sources]
     tables = [table for files in sources for table in files]
     rows_known = [table.rows for table in tables]
-    total = sum(rows for rows in rows_known if rows is not None) if all(rows_known) else None
+    total = None if None in rows_known else sum(rows or 0 for rows in rows_known)
     rules = filter_rules(settings)
     distinct, problems = DistinctRows(), ProblemFilter(rules)
     inputs: list[dict[str, Any]] = []
@@ -152,7 +155,10 @@ def filter_rules(settings: PrepareSettings) -> FilterRules:
     if settings.model is None or settings.max_prompt_tokens is None:
         return rules
     tokenizer = PromptTokenizer(
-        settings.model, template=settings.template, system_prompt=settings.system_prompt
+        settings.model,
+        template=settings.template,
+        system_prompt=settings.system_prompt,
+        template_args=settings.template_args,
     )
     return replace(
         rules,

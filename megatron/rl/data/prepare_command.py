@@ -4,6 +4,8 @@
 import argparse
 from pathlib import Path
 
+from megatron.rl.data.prompt_template import add_template_arg
+
 
 def add_data_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add ``data prepare`` to the command line."""
@@ -48,6 +50,7 @@ def add_data_commands(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     )
     prepare.add_argument("--template", default="auto", help="as task.template")
     prepare.add_argument("--system-prompt", metavar="TEXT", help="as task.system_prompt")
+    add_template_arg(prepare)
     prepare.add_argument("--seed", type=int, help="shuffle (default: keep the order)")
     prepare.add_argument("--force", action="store_true", help="replace a prepared folder")
     prepare.set_defaults(command=_prepare)
@@ -72,6 +75,7 @@ def _prepare(options: argparse.Namespace) -> int:
         answer_format=options.format,
         template=options.template,
         system_prompt=options.system_prompt,
+        template_args=dict(options.template_arg),
         seed=options.seed,
         force=options.force,
     )

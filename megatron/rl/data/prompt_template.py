@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a question is put to the model: through its chat template, or as plain text."""
 
+import argparse
 from collections.abc import Mapping
 from typing import Any
+
+import yaml
 
 from megatron.rl.errors import UserError
 
@@ -10,8 +13,20 @@ from megatron.rl.errors import UserError
 BASE_TEMPLATE = "{question}\n"
 QUESTION = "{question}"
 TEMPLATE_NAMES = ("auto", "chat", "base")
-# Only shows whether a setting changes what a template writes.
-_PROBE_QUESTION = "1 + 1 = ?"
+# They only show what a template makes of a setting, and of an answer.
+_PROBE_QUESTION, _PROBE_ANSWER = "1 + 1 = ?", "Two."
+
+
+def add_template_arg(parser: argparse.ArgumentParser) -> None:
+    """Add ``--template-arg``, which collects pairs of a name and a value."""
+    parser.add_argument(
+        "--template-arg",
+        type=_name_and_value,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="variable of the chat template, such as enable_thinking=false; may be repeated",
+    )
 
 
 def check_template(template: str, system_prompt: str | None, args: Mapping[str, Any]) -> None:
@@ -81,6 +96,25 @@ class PromptTemplate:
             return self._text.replace(QUESTION, question)
         return self._chat(question, self._system)
 
+    def text_after_answer(self) -> str:
+        """Return what the chat template writes behind an assistant's answer; without one nothing.
+
+        It begins with whatever ends a turn in the form that prompts have.
+        """
+        from jinja2.exceptions import TemplateError
+
+        if not self._is_chat:
+            return ""
+        asked = [*self._system, _message("user", _PROBE_QUESTION)]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [*asked, _message("assistant", _PROBE_ANSWER)], tokenize=False, **self._args
+            )
+        except TemplateError:  # it is for prompts alone
+            return ""
+        _, answer, rest = text.rpartition(_PROBE_ANSWER)
+        return rest if answer else ""
+
     def _chat(self, question: str, system: list[dict[str, str]]) -> str:
         from jinja2.exceptions import TemplateError
 
@@ -112,6 +146,16 @@ class PromptTemplate:
                 "task.system_prompt has no effect: the model's chat template leaves it out; put "
                 f"it into a task.template of your own, with {QUESTION}"
             )
+
+
+def _name_and_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    try:
+        if name and equals:
+            return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -45,9 +45,16 @@ class PromptTokenizer:
     ) -> None:
         self._folder = Path(folder)
         self._tokenizer = _load(self._folder)
-        self._eos_token_ids = _eos_token_ids(self._folder, self._tokenizer)
         self._template = PromptTemplate(
             self._tokenizer, template, system_prompt, template_args or {}
+        )
+        self._eos_token_ids = tuple(
+            dict.fromkeys(
+                [
+                    *_eos_token_ids(self._folder, self._tokenizer),
+                    *_end_of_turn(self._tokenizer, self._template.text_after_answer()),
+                ]
+            )
         )
         self._known_ids = frozenset(self._tokenizer.get_vocab().values())
         self._vocab_size = _vocab_size(self._folder)
@@ -55,7 +62,14 @@ class PromptTokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response: those of generation_config.json, then the tokenizer's."""
+        """Tokens that end a response.
+
+        Those of generation_config.json (or else config.json), the tokenizer's, and, where prompts
+        go through a chat template, the special token with which it ends an assistant's turn. A
+        base model may come with the template of its family and name only its end of text
+        (Qwen3-Base: ``<|endoftext|>``, turns end with ``<|im_end|>``); its responses would go on
+        behind their end.
+        """
         return self._eos_token_ids
 
     @property
@@ -159,6 +173,13 @@ def _eos_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
             "eos_token_id in generation_config.json"
         )
     return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+def _end_of_turn(tokenizer: Any, after_answer: str) -> list[int]:
+    """Return the special token, if it is one, that a template writes behind an answer."""
+    added = tokenizer.added_tokens_decoder
+    first = _encode(tokenizer, after_answer.lstrip())[:1]
+    return [token for token in first if token in added and added[token].special]
 
 
 def _json(file: Path) -> dict[str, Any]:

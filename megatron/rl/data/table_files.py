@@ -27,7 +27,8 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
 class TableFile:
     """One file of problems.
 
-    columns: its columns; members of a struct as ``struct.member`` beside it.
+    columns: its columns; members of a struct as ``struct.member`` beside it. rows: how many it
+    has, where that is known without reading it.
     """
 
     path: Path
@@ -87,11 +88,10 @@ def _open(path: Path) -> TableFile:
         raise UserError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}")
     if path.suffix == ".parquet":
         try:
-            file = pq.ParquetFile(path)
-        except (OSError, pa.ArrowException) as error:
+            with pq.ParquetFile(path) as file:
+                return TableFile(path, tuple(_dotted(file.schema_arrow)), file.metadata.num_rows)
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # of a column's name
             raise UserError(f"{path}: not a Parquet file that can be read: {error}") from None
-        with file:
-            return TableFile(path, tuple(_dotted(file.schema_arrow)), file.metadata.num_rows)
     first = next(_json_rows(path), {})
     columns: list[str] = []
     for name, value in first.items():
@@ -112,7 +112,9 @@ def _parquet_batches(path: Path, columns: tuple[str, ...]) -> Iterator[pa.Record
     # Read without buffering ahead: a row group of the published DAPO file fills memory.
     with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
         try:
-            yield from file.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=True)
+            for batch in file.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=True):
+                batch.validate(full=True)  # texts that are no UTF-8, offsets that lead nowhere
+                yield batch
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path}: cannot be read to its end: {error}") from None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.rl.data.prompt_source import HELDOUT_SEED
+from megatron.rl.data.prompt_source import HELDOUT_SEED, num_prompts
 from megatron.rl.errors import UserError
 from megatron.rl.rewards.registry import TaskSpec, make_task
 from megatron.rl.rewards.task import Prompt, Task
@@ -127,7 +127,7 @@ def read_bench(
         UserError: no problems, fewer than `limit`, or no end to them and no limit.
     """
     task = make_task(bench.task)
-    available = _num_prompts(task)
+    available = num_prompts(task, "heldout")
     if available is None and limit is None:
         raise UserError(
             f"bench {bench.name} makes its problems and never runs out: say how many with "
@@ -154,11 +154,6 @@ def read_bench(
             "lower --problems (eval.problems in a config)"
         )
     return BenchProblems(bench, tuple(problems), callable(getattr(task, "answer", None)))
-
-
-def _num_prompts(task: Task) -> int | None:
-    count = getattr(task, "num_prompts", None)
-    return None if count is None else count("heldout")
 
 
 def _gold(task: Task, prompt: Prompt) -> str | None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron.rl.data.prompt_template import add_template_arg
 from megatron.rl.errors import UserError
+from megatron.rl.rewards.scoring_limits import ScoringLimits
 
 if TYPE_CHECKING:
     from megatron.rl.evaluation.run import EvalRun
@@ -44,12 +46,20 @@ def add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="chat, base, a text with {question}, or auto (default): the model's chat template",
     )
     add("--system-prompt", metavar="TEXT", help="of the chat template")
+    add_template_arg(parser)
     add("--format", metavar="NAME", help="how answers are asked for: boxed (default), answer_line")
     add(
         "--out",
         metavar="DIR",
         help="default: evals/<model>-<date>-<time>; one that is there is continued",
     )
+    _add_engine_options(parser)
+    _add_scoring_options(parser)
+    parser.set_defaults(command=run_eval)
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add(
         "--dtype",
@@ -62,7 +72,25 @@ def add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     add("--kv-cache-gib", type=float, metavar="GIB", help="default: 1 on cpu, what is left on cuda")
     add("--threads", type=int, metavar="N", help="of the engine on cpu (default: all cores)")
     add("--python", metavar="PATH", help="interpreter that has vLLM (default: this one)")
-    parser.set_defaults(command=run_eval)
+
+
+def _add_scoring_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--scoring-workers", type=int, metavar="N", help="processes (default: by the cores)")
+    add(
+        "--scoring-timeout",
+        type=float,
+        default=ScoringLimits.timeout_s,
+        metavar="S",
+        help="seconds that a response may take (default: %(default)g)",
+    )
+    add(
+        "--scoring-memory",
+        type=int,
+        default=ScoringLimits.memory_mib,
+        metavar="MIB",
+        help="that it may take beyond the task itself (default: %(default)d)",
+    )
 
 
 def run_eval(options: argparse.Namespace) -> int:
@@ -90,6 +118,7 @@ def run_eval(options: argparse.Namespace) -> int:
 
 
 def _requested(options: argparse.Namespace) -> "EvalRun":
+    from megatron.rl.config_checks import check_scoring
     from megatron.rl.evaluation.benches import DEFAULT_ANSWER_FORMAT, find_benches
     from megatron.rl.evaluation.run import EngineOptions, EvalRun
     from megatron.rl.evaluation.settings import EvalSampling
@@ -106,6 +135,12 @@ def _requested(options: argparse.Namespace) -> "EvalRun":
     for option, given in (("--format", options.format), ("--data", options.data)):
         if given is not None and not of_files:
             raise UserError(f"{option} has no effect on {options.bench}; leave it out")
+    scoring = ScoringLimits(
+        workers=options.scoring_workers,
+        timeout_s=options.scoring_timeout,
+        memory_mib=options.scoring_memory,
+    )
+    check_scoring(scoring)
     fit_max_tokens = options.max_tokens is None
     return EvalRun(
         model=model,
@@ -121,6 +156,7 @@ def _requested(options: argparse.Namespace) -> "EvalRun":
         ),
         template=options.template,
         system_prompt=options.system_prompt,
+        template_args=dict(options.template_arg),
         fit_max_tokens=fit_max_tokens,
         problems=options.problems,
         engine=EngineOptions(
@@ -132,6 +168,7 @@ def _requested(options: argparse.Namespace) -> "EvalRun":
             kv_cache_gib=options.kv_cache_gib,
             tensor_parallel=options.tensor_parallel,
         ),
+        scoring=scoring,
         out=Path(options.out) if options.out else _new_folder(model),
     )
 

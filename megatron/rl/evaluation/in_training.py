@@ -14,18 +14,13 @@ from typing import TYPE_CHECKING
 
 from megatron.rl.data.prompt_tokenizer import PromptTokenizer
 from megatron.rl.errors import UserError
-from megatron.rl.evaluation.benches import (
-    Bench,
-    BenchProblems,
-    find_benches,
-    read_bench,
-)
+from megatron.rl.evaluation.benches import Bench, BenchProblems, find_benches, read_bench
 from megatron.rl.evaluation.config_check import bench_sampling
 from megatron.rl.evaluation.measure import BenchMetrics, ProblemSamples, measure
 from megatron.rl.evaluation.responses import ResponseFile
 from megatron.rl.evaluation.results import samples_of
 from megatron.rl.evaluation.sample import BenchSampler, ScoredProblem
-from megatron.rl.rewards.scoring_pool import ScoringLimits, ScoringPool
+from megatron.rl.rewards.scoring_pool import ScoringPool
 from megatron.rl.rollout.protocol import RolloutEngine
 
 if TYPE_CHECKING:
@@ -79,7 +74,7 @@ class RunBenches:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{name.replace('/', '-')}{self._file_suffix}.jsonl"
             path.unlink(missing_ok=True)
-            pool = ScoringPool(share.bench.task, ScoringLimits())
+            pool = ScoringPool(share.bench.task, self._config.scoring)
             try:
                 with ResponseFile(path, sampling.samples) as file:
 

@@ -31,7 +31,8 @@ from megatron.rl.evaluation.results import (
 from megatron.rl.evaluation.sample import BenchSampler, ScoredProblem
 from megatron.rl.evaluation.settings import EvalSampling
 from megatron.rl.plain_files import read_json_object
-from megatron.rl.rewards.scoring_pool import ScoringLimits, ScoringPool
+from megatron.rl.rewards.scoring_limits import ScoringLimits
+from megatron.rl.rewards.scoring_pool import ScoringPool
 from megatron.rl.rollout.client.vllm_engine import VLLMEngine, VLLMEngineConfig
 from megatron.rl.run_folder import environment
 
@@ -57,9 +58,9 @@ class EngineOptions:
 class EvalRun:
     """What is evaluated.
 
-    problems: the first so many of each benchmark; None: all of them. template, system_prompt: as of
-    `PromptTokenizer`. fit_max_tokens: nobody asked
-    for sampling.max_tokens, so that it may be lowered to what the model has positions for.
+    problems: the first so many of each benchmark; None: all of them. template, system_prompt,
+    template_args: as of `PromptTokenizer`. fit_max_tokens: nobody asked for sampling.max_tokens, so
+    that it may be lowered to what the model has positions for. scoring: what a response may cost.
     """
 
     model: Path
@@ -69,7 +70,9 @@ class EvalRun:
     problems: int | None
     template: str
     system_prompt: str | None
+    template_args: Mapping[str, Any]
     engine: EngineOptions
+    scoring: ScoringLimits
     out: Path
 
 
@@ -87,7 +90,12 @@ def run_evaluation(run: EvalRun) -> dict[str, BenchMetrics]:
         UserError: a benchmark, the model or the folder is not what it should be.
         EngineError: the engine failed for good. What was finished is saved.
     """
-    tokenizer = PromptTokenizer(run.model, template=run.template, system_prompt=run.system_prompt)
+    tokenizer = PromptTokenizer(
+        run.model,
+        template=run.template,
+        system_prompt=run.system_prompt,
+        template_args=run.template_args,
+    )
     works = [read_bench(bench, tokenizer.encode_prompt, run.problems) for bench in run.benches]
     run = _fit_lengths(run, longest_prompt(works))
     settings = run_settings(run, works)
@@ -116,6 +124,8 @@ def run_settings(run: EvalRun, works: Sequence[BenchProblems]) -> dict[str, Any]
         "device": run.engine.device,
         "template": run.template,
         "system_prompt": run.system_prompt,
+        "template_args": dict(run.template_args),
+        "scoring": {"timeout_s": run.scoring.timeout_s, "memory_mib": run.scoring.memory_mib},
         "sampling": dataclasses.asdict(run.sampling),
         "benches": {
             work.bench.name: {
@@ -200,7 +210,7 @@ def _sample_all(
             if not work.problems:
                 continue
             progress.bench(work.bench.name)
-            pool = ScoringPool(work.bench.task, ScoringLimits())
+            pool = ScoringPool(work.bench.task, run.scoring)
             try:
 
                 def save(problem: ScoredProblem) -> None:

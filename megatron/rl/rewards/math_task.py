@@ -93,13 +93,15 @@ class MathTask:
         return Prompt(self._format.ask(problem.text), split, index, entry)
 
     def reward(self, response_text: str, prompt: Prompt) -> float:
-        """Score a response.
-
-        Raises:
-            TooCostlyError: the answer cannot be compared within bounds; it is wrong, and counted.
-        """
+        """Score a response; one whose answer would take unbounded time to compare is wrong."""
         answer = self._format.parse(response_text)
-        return 0.0 if answer is None else float(compare(prompt.entry["answer"], answer).equal)
+        if answer is None:
+            return 0.0
+        try:
+            return float(compare(prompt.entry["answer"], answer).equal)
+        except symbolic_answers.TooCostlyError:
+            # The policy's doing, not a failure of the scorer.
+            return 0.0
 
     def answer(self, response_text: str) -> str | None:
         """Return the answer of a response in canonical form; None where it gives none."""

@@ -24,6 +24,8 @@ MAX_EXPONENT_DIGITS = 4
 # Of powers of brackets, multiplied, times the largest other: bounds the digits of nested powers.
 MAX_TOTAL_EXPONENT = 10_000
 MAX_FACTORIAL_DIGITS = 3
+# Of a sum; larger ones have too many terms to be written out.
+MAX_EXPANDED_POWER = 16
 # Relative difference up to which two values are left to the symbolic comparison.
 TOLERANCE = 1e-9
 EVALUATION_DIGITS = 20
@@ -58,7 +60,7 @@ def same_value(gold: str, answer: str) -> bool:
         return False
     if _differ_somewhere(gold_value, answer_value):
         return False
-    return _verify(gold_value, answer_value)
+    return _same_expanded(gold_value, answer_value) or _verify(gold_value, answer_value)
 
 
 def check_cost(text: str) -> None:
@@ -114,13 +116,34 @@ def _letters_agree(gold: str, answer: str) -> bool:
 def _parse(text: str) -> Any:
     """Return what math-verify reads in a normal text; None where it reads nothing."""
     library = _library()
-    found = library.parse(
-        f"${text}$",
-        extraction_config=library.config,
-        fallback_mode="no_fallback",
-        parsing_timeout=None,
-    )
-    return found[0] if found else None
+    for thorough in (False, True):
+        library.set_thorough(thorough)
+        found = library.parse(
+            f"${text}$",
+            extraction_config=library.config,
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+        )
+        if found:
+            return found[0]
+    return None
+
+
+def _same_expanded(gold: Any, answer: Any) -> bool:
+    """Whether two expressions have the difference 0 once it is expanded: a quick proof, if any."""
+    from sympy import Expr, Pow, expand
+
+    if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
+        return False
+    for power in gold.atoms(Pow) | answer.atoms(Pow):
+        if power.base.is_Add and power.exp.is_Integer and abs(power.exp) > MAX_EXPANDED_POWER:
+            return False
+    try:
+        return bool(expand(gold - answer) == 0)
+    except MemoryError:
+        raise
+    except Exception:  # sympy raises what it likes where there is no difference
+        return False
 
 
 def _verify(gold: Any, answer: Any) -> bool:
@@ -159,11 +182,29 @@ def _value_at(expression: Any, point: dict[Any, float]) -> complex | None:
 
 
 class _Library:
-    """math-verify, imported with the first answer that needs it: sympy takes a second."""
+    """math-verify, imported with the first answer that needs it: sympy takes a second.
+
+    Most of its time goes into ANTLR's predictions of what comes next. Those that ignore the context
+    (SLL) take less than half of it, and either give the parse tree of the others (LL) or a syntax
+    error, after which a text is read again; see ``PredictionMode`` of the ANTLR 4 runtime. The mode
+    is no parameter of math-verify: its parser is derived from here.
+    """
 
     def __init__(self) -> None:
+        import latex2sympy2_extended.latex2sympy2 as reader
         import math_verify
+        from antlr4.atn.PredictionMode import PredictionMode
         from latex2sympy2_extended import NormalizationConfig
+
+        class Parser(reader.PSParser):  # type: ignore[misc]
+            prediction = PredictionMode.LL
+
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                self._interp.predictionMode = self.prediction
+
+        reader.PSParser = Parser
+        self._parser, self._modes = Parser, (PredictionMode.SLL, PredictionMode.LL)
 
         # It warns that its limits are off, which is what is wanted here.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -178,6 +219,10 @@ class _Library:
                 ),
             )
         ]
+
+    def set_thorough(self, thorough: bool) -> None:
+        """Choose how the next text is parsed: SLL or, thoroughly, LL."""
+        self._parser.prediction = self._modes[thorough]
 
 
 @functools.cache

@@ -30,6 +30,14 @@ class Task(Protocol):
 
     - `prompt` depends on its arguments only, and no text occurs in both splits, whatever the seeds;
     - `reward` returns a number in [0, 1] and keeps no state from one response to the next.
+
+    A task may offer more, which is used where it is there:
+
+    - ``num_prompts(split) -> int``: its prompts are finite, and an epoch is all of them;
+    - ``answer(response_text) -> str | None``: the answer that a response states, in canonical
+      form, for majority votes and the format term;
+    - ``reference_answer(prompt) -> str``: the right one, for evaluations;
+    - ``removed_from_train: int``: training prompts that it left out since they are held out.
     """
 
     @property
