@@ -17,6 +17,8 @@ from pdm_rl.doctor.command import add_doctor
 
 if TYPE_CHECKING:
     from megatron.rl.config import Config
+    from megatron.rl.rank import RankTask
+    from megatron.rl.run_folder import OpenRun
 
 EXIT_USER_ERROR = 2
 
@@ -46,7 +48,17 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="check everything, print the resolved config and the processes, start nothing",
     )
+    train.add_argument(
+        "--run-folder",
+        metavar="DIR",
+        help="train in exactly this folder; a run of these settings that is there is continued",
+    )
+    _add_allow_changed(train)
     train.set_defaults(command=_train)
+    resume = commands.add_parser("resume", help="continue a run from its newest checkpoint")
+    resume.add_argument("run", help="its folder")
+    _add_allow_changed(resume)
+    resume.set_defaults(command=_resume)
     _add_show(commands)
     _add_plan(commands)
     _add_export(commands)
@@ -54,6 +66,14 @@ def _parser() -> argparse.ArgumentParser:
     add_data_commands(commands)
     add_doctor(commands)
     return parser
+
+
+def _add_allow_changed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-changed",
+        action="store_true",
+        help="continue a run although settings differ that decide what is trained",
+    )
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,20 +159,50 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _train(options: argparse.Namespace) -> int:
     from megatron.rl.config import dump_config, load_config
     from megatron.rl.rollout.from_config import describe_processes
-    from megatron.rl.run_checks import require_runnable
 
     config = _with_device(load_config(options.config, options.overrides, options.presets))
     if options.dry_run:
         print(dump_config(config), end="")
         print(describe_processes(config))
         return 0
+    folder = None if options.run_folder is None else Path(options.run_folder)
+    if options.allow_changed and folder is None:
+        raise UserError("--allow-changed has no effect without --run-folder; leave it out")
+    return _run(config, folder, options.allow_changed)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from megatron.rl.config import load_config
+    from megatron.rl.run_folder import CONFIG_NAME
+
+    folder = Path(options.run)
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(f"expected the folder of a run, found no {CONFIG_NAME} in {folder}")
+    return _run(_with_device(load_config(folder / CONFIG_NAME)), folder, options.allow_changed)
+
+
+def _run(config: "Config", folder: Path | None, allow_changed: bool) -> int:
+    """Train in a new folder, or in the given one."""
+    from megatron.rl.run_checks import require_runnable
+    from megatron.rl.run_folder import new_run_folder, open_run_folder
+
+    def open_folder() -> "OpenRun":
+        if folder is None:
+            return new_run_folder(config)
+        return open_run_folder(folder, config, allow_changed=allow_changed)
+
     require_runnable(config)
     if "RANK" in os.environ:
-        return _train_under_torchrun(config)
-    from megatron.rl.launch import launch
-    from megatron.rl.run_folder import create_run_folder
+        from megatron.rl.rank import RankTask
 
-    return launch(config, create_run_folder(config))
+        return _train_under_torchrun(RankTask(config, open_folder, allow_changed))
+    from megatron.rl.launch import launch
+
+    run = open_folder()
+    if run.finished is not None:
+        print(run.finished)
+        return 0
+    return launch(config, run, allow_changed=allow_changed)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -222,20 +272,20 @@ def _with_device(config: "Config") -> "Config":
     return dataclasses.replace(config, run=dataclasses.replace(config.run, device=device))
 
 
-def _train_under_torchrun(config: "Config") -> int:
+def _train_under_torchrun(task: "RankTask") -> int:
     """Be one rank among those that torchrun or Slurm started; rank 0 draws."""
     from megatron.rl.display import Display
     from megatron.rl.events import EventSink
     from megatron.rl.rank import run_rank
-    from megatron.rl.run_folder import create_run_folder
+    from megatron.rl.stop_request import StopRequest
 
+    stop = StopRequest()
+    stop.listen()
     rank = int(os.environ["RANK"])
     if rank != 0:
-        return run_rank(config, Path(config.run.folder), EventSink(rank))
+        return run_rank(task, EventSink(rank), stop)
     with Display() as display:
-        folder = create_run_folder(config)
-        (folder / "logs").mkdir()
-        return run_rank(config, folder, EventSink(rank, display.draw))
+        return run_rank(task, EventSink(rank, display.draw), stop)
 
 
 if __name__ == "__main__":

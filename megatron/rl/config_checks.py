@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 # vLLM returns at most as many log-probs as it was started with; rollouts of more than this are no
 # longer compact (8 bytes an entry a token).
 MAX_TOP_LOGPROBS = 512
-# Far above any engine; a larger number is a slip that would be planned for.
-MAX_ENGINE_GPUS = 1 << 16
+# Far above any engine and any node; a larger number is a slip that would be planned for.
+MAX_ENGINE_GPUS = 1 << 10
+MAX_ENGINES_PER_NODE = 64
 MAX_RANKS = 1 << 16
 
 
@@ -45,7 +46,7 @@ def check_ranges(config: "Config") -> None:
     _check_layout(config.parallel)
     check_template(config.task.template, config.task.system_prompt, config.task.template_args)
     _check_rollout(config.rollout)
-    _check_scoring(config.scoring)
+    check_scoring(config.scoring)
     _check_refill(config.rollout)
     _check_reward(config)
     _check_replay_and_records(config)
@@ -99,11 +100,24 @@ def _check_rollout(rollout: "RolloutConfig") -> None:
     for name in PARALLEL_ARGUMENTS:
         value = rollout.engine_args.get(name, 1)
         _require(
-            isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_ENGINE_GPUS,
+            type(value) is int and 1 <= value <= MAX_ENGINE_GPUS,
             f"rollout.engine_args.{name}",
             f"an integer from 1 to {MAX_ENGINE_GPUS}",
             value,
         )
+    _require(
+        math.prod(rollout.engine_args.get(name, 1) for name in PARALLEL_ARGUMENTS)
+        <= MAX_ENGINE_GPUS,
+        "rollout.engine_args",
+        f"at most {MAX_ENGINE_GPUS} GPUs, the product of {', '.join(PARALLEL_ARGUMENTS)}",
+        dict(rollout.engine_args),
+    )
+    _require(
+        1 <= rollout.engines_per_node <= MAX_ENGINES_PER_NODE,
+        "rollout.engines_per_node",
+        f"1 to {MAX_ENGINES_PER_NODE}",
+        rollout.engines_per_node,
+    )
     value = rollout.engine_args.get("gpu_memory_utilization", 1.0)
     _require(
         isinstance(value, int | float) and 0 < value <= 1,
@@ -166,7 +180,8 @@ def _check_reward(config: "Config") -> None:
         )
 
 
-def _check_scoring(scoring: "ScoringLimits") -> None:
+def check_scoring(scoring: "ScoringLimits") -> None:
+    """Raise UserError for a limit that is out of range."""
     for name, least, most in (
         ("workers", 1, 256),
         ("timeout_s", 0.1, 3600),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT_FOLDERS = ("pdm", "megatron", "tests", "tools", "examples", "benchmarks")
+PROJECT_FOLDERS = ("pdm", "pdm_rl", "megatron", "tests", "tools", "examples", "benchmarks")
 
 # Lower layers of pdm know nothing of higher ones. The longest prefix decides.
 PDM_LAYERS = {
@@ -199,13 +199,26 @@ def test_functional_is_pure() -> None:
 
 def test_only_the_trainer_knows_megatron_and_vllm() -> None:
     outside = [name for name in FILES if not name.startswith(("megatron.rl", "tests", "tools"))]
-    outside = [name for name in outside if not name.startswith(("examples", "benchmarks"))]
+    # The entry imports the trainer once it has seen that it is this one.
+    above = ("pdm_rl", "examples", "benchmarks")
+    outside = [name for name in outside if not name.startswith(above)]
     assert offences(outside, lambda _, found: found.inside("megatron", "vllm")) == []
+
+
+def test_the_entry_needs_the_standard_library_only() -> None:
+    """It has to start where nothing else can be imported."""
+    allowed = {*sys.stdlib_module_names, "pdm_rl"}
+
+    def forbidden(module: str, found: Import) -> bool:
+        return found.at_import_time and found.top not in allowed
+
+    assert modules_in("pdm_rl")
+    assert offences(modules_in("pdm_rl"), forbidden) == []
 
 
 def test_nothing_below_knows_what_is_above() -> None:
     above = ("examples", "tools", "tests", "benchmarks")
-    modules = modules_in("pdm", "megatron.rl")
+    modules = modules_in("pdm", "pdm_rl", "megatron.rl")
     assert offences(modules, lambda _, found: found.inside(*above)) == []
 
 

@@ -90,7 +90,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, since setuptools writes into the tree that it builds from."""
     source = tmp_path_factory.mktemp("wheel") / "source"
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
-    for name in ("pdm", "megatron", "requirements"):
+    for name in ("pdm", "pdm_rl", "megatron", "requirements"):
         shutil.copytree(ROOT / name, source / name, ignore=skip)
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         if (ROOT / name).exists():
@@ -104,10 +104,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_a_wheel_holds(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pdm").rglob("*.py")}
-    expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron").rglob("*.py")}
+    for package in ("pdm_rl", "megatron"):
+        expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / package).rglob("*.py")}
     assert expected <= set(names)
     assert "megatron/__init__.py" not in names
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"pdm", "megatron"}
+    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert tops == {"pdm", "pdm_rl", "megatron"}
 
 
 @pytest.mark.slow

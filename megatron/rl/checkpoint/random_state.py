@@ -55,7 +55,10 @@ def restore_random_state(text: str, source: str) -> None:
             torch.cuda.set_rng_state(_decode(state["cuda"]))
         megatron = {name: _decode(encoded) for name, encoded in state["megatron"].items()}
         get_cuda_rng_tracker().set_states(megatron)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    # numpy and random say in many ways that these are no numbers of theirs.
+    except (
+        LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError
+    ) as error:  # fmt: skip
         raise UserError(f"{source} is no state of random number generators: {error}") from None
 
 

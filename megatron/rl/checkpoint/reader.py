@@ -19,7 +19,7 @@ from megatron.rl.checkpoint.manifest import Manifest, find_damage
 from megatron.rl.checkpoint.optimizer_state import set_optimizer_step
 from megatron.rl.checkpoint.policy_shards import reload_masters, shards_to_load
 from megatron.rl.checkpoint.random_state import restore_random_state
-from megatron.rl.checkpoint.run_state import RunState, read_object
+from megatron.rl.checkpoint.run_state import RunState, read_file, read_object
 from megatron.rl.checkpoint.shard_files import read_shards
 from megatron.rl.errors import UserError
 from megatron.rl.policy.model import Policy
@@ -63,13 +63,13 @@ class FoundCheckpoint:
         for owned in shards.slices:
             owned.write_back()
         steps = on_all_ranks(
-            lambda: read_object((self.path / POLICY_NAME).read_text(), POLICY_NAME)
+            lambda: read_object(read_file(self.path / POLICY_NAME), POLICY_NAME)
         )
         set_optimizer_step(policy.optimizer, steps["optimizer_step"])
         policy.resume_schedule(steps["schedule_steps"])
         if self.manifest.layout == layout_sizes(policy.layout):
             name = random_name(dist.get_rank())
-            on_all_ranks(lambda: restore_random_state((self.path / name).read_text(), name))
+            on_all_ranks(lambda: restore_random_state(read_file(self.path / name), name))
         return self.run
 
     def load_weights_into(self, policy: Policy) -> None:
@@ -118,6 +118,6 @@ def _verify(candidate: CompleteCheckpoint) -> str | None:
 def _open(candidate: CompleteCheckpoint, newer: Sequence[RefusedCheckpoint]) -> FoundCheckpoint:
     def read() -> RunState:
         path = candidate.path / RUN_NAME
-        return RunState.from_json(path.read_text(), str(path))
+        return RunState.from_json(read_file(path), str(path))
 
     return FoundCheckpoint(candidate.path, candidate.manifest, on_all_ranks(read), tuple(newer))

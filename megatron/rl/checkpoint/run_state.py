@@ -5,6 +5,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron.rl.errors import UserError
@@ -26,7 +27,7 @@ class RunState:
         config_digest: of the settings that the run was started with.
         metrics_bytes: length of metrics.jsonl; what was written later is repeated by the resumed
             run and has to be cut off first.
-        prompts: ``PromptSource.state()``, by the number of the engine that owns the stream.
+        prompts: ``PromptSource.state()``; the owners of all engines draw the same stream.
         minibatch_order: state of the generator that orders minibatches.
         best_score: highest held-out score so far; None before the first evaluation.
         counters: what the run counts over its whole length.
@@ -79,6 +80,18 @@ class RunState:
             if name in fields and not _has_type(fields[name], f.type):
                 raise UserError(f"{source}: {name} is {str(fields[name])[:60]!r}")
         return cls(**fields)
+
+
+def read_file(path: Path) -> str:
+    """Read one of the small files of a checkpoint.
+
+    Raises:
+        UserError: it is not there, or no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def read_object(text: str, source: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ checkpoint of any size is exported in the memory of one shard (4 GiB), and a fol
 name is whole. A source that is itself in block FP8 is dequantised on the way.
 """
 
-import json
 import shutil
 import sys
 import time

@@ -55,7 +55,9 @@ def quantise(checkpoint: Path, out: Path, name: str, calibration: Path | None) -
     configuration = find_configuration(mtq, name)
     if calibration is None and need_calibration(configuration):
         raise Mistake(f"--format modelopt:{name} calibrates activations; give it --calibration")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype="auto", local_files_only=True
+    ).eval()
     # The exporter looks up the architecture here, and not every checkpoint names it.
     if not model.config.architectures:
         model.config.architectures = [type(model).__name__]
@@ -101,7 +103,7 @@ def read_sequences(checkpoint: Path, path: Path) -> Iterator[list[int]]:
             if tokenizer is None:
                 from transformers import AutoTokenizer
 
-                tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+                tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
             tokens = tokenizer(line)["input_ids"]
         count += 1
         yield tokens[:MAX_CALIBRATION_TOKENS]

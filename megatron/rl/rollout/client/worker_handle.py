@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import tempfile
 import threading
@@ -39,6 +40,7 @@ _LOG_LINE_CHARS = 300
 _MAX_SOCKET_PATH = 100
 _ERROR_LINE = re.compile(r"\b[A-Za-z_.]*(Error|Exception|Killed|Abort)\b")
 
+_UCRED = struct.Struct("=3i")
 # Refusals keep their type across the socket.
 _REFUSALS: Mapping[str, type[EngineError]] = {
     error.__name__: error for error in (EngineRequestError, RolloutDataError, WeightNamesError)
@@ -261,7 +263,9 @@ class WorkerHandle:
         while True:
             try:
                 connection, _ = self._listener.accept()
-                break
+                if peer_user(connection) == os.getuid():
+                    break
+                connection.close()
             except TimeoutError:
                 if self._exited.is_set():
                     raise self._died() from None
@@ -352,6 +356,14 @@ def _group_lives(group: int) -> bool:
                 if int(its_group) == group and state not in ("Z", "X"):
                     return True
     return False
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket, as the kernel knows it."""
+    # struct ucred: pid_t pid; uid_t uid; gid_t gid
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, user, _ = _UCRED.unpack(credentials)
+    return int(user)
 
 
 def _private_folder() -> Path:
