@@ -27,10 +27,14 @@ from pdm import group_advantages
 
 @dataclass(frozen=True)
 class Sampled:
-    """An engine's share of a rollout batch."""
+    """An engine's share of a rollout batch.
+
+    record: the same sequences as they are written; they share memory with ``sequences``.
+    """
 
     sequences: Sequences
     report: BatchReport
+    record: Record
 
 
 class BatchSampler:
@@ -110,7 +114,7 @@ class BatchSampler:
         # A batch without any group is recorded too, by the first engine: replay finds every batch.
         if len(groups) or (not any(counts) and engine == 0):
             self._sampler.write_later(record)
-        return Sampled(_sequences(record), self._draft.report(groups))
+        return Sampled(sequences_of(record), self._draft.report(groups), record)
 
     def _new_draft(self) -> BatchDraft:
         refills = self._config.rollout.refills > 0
@@ -174,7 +178,8 @@ class BatchSampler:
         )
 
 
-def _sequences(record: Record) -> Sequences:
+def sequences_of(record: Record) -> Sequences:
+    """Return what is trained on of a record."""
     rollouts = record.rollouts
     return Sequences(
         number=record.info.first_sequence + np.arange(len(record)),

@@ -102,17 +102,21 @@ class Exchange:
         self._reader = topology.readers[self._replica]
         self._everyone = dist.new_group(backend="gloo", timeout=SAMPLING_TIMEOUT)
         heads = layout.tensor * layout.context
-        self._replica_group = _own_group(topology.replicas)
+        self._replica_group = _own_group(topology.replicas, layout.timeout)
         # The reader and the ranks of the last stage, which need what the loss reads.
         scorers = [(r[0], *r[max(1, len(r) - heads) :]) for r in topology.replicas]
-        self._scorer_group = _own_group(scorers)
+        self._scorer_group = _own_group(scorers, layout.timeout)
         self.received_bytes = 0
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether some rank says so; like sampling, it may take as long as it takes."""
-        flags = torch.tensor(int(flag))
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._everyone)
-        return bool(flags)
+        return bool(self.largest(int(flag)))
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers; like sampling, it may take long."""
+        numbers = torch.tensor(number)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._everyone)
+        return int(numbers)
 
     def gather_reports(self, own: _Report | None) -> list[_Report]:
         """Give every rank the reports of all owners, by number of the engine.
@@ -287,10 +291,10 @@ def _message(own: Sequences, rows: IntArray) -> NDArray[np.uint8]:
     )
 
 
-def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+def _own_group(groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
     """Build a gloo group of each; return the one that this rank is in."""
     rank, own = dist.get_rank(), None
     for ranks in groups:
-        group = dist.new_group(list(ranks), backend="gloo")
+        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
         own = group if rank in ranks else own
     return own

@@ -59,6 +59,21 @@ class _Part:
         return torch.expm1(self.log_ratio) - self.log_ratio
 
 
+@dataclass(frozen=True)
+class MismatchState:
+    """What a :class:`MismatchSplit` has learnt, to go on with after a restart.
+
+    Attributes:
+        engine: metrics of the engine's part, without ``sampled_by``; None before the first step.
+        sampled_by: see :class:`MismatchSplit`; in any order.
+    """
+
+    version: int
+    steps_measured: int
+    engine: dict[str, float] | None
+    sampled_by: TokenRecord | None
+
+
 class MismatchSplit:
     """The mismatch of the optimizer steps on one rollout batch, split into engine and updates.
 
@@ -82,6 +97,18 @@ class MismatchSplit:
         self.steps_measured = 0
         self._engine: dict[str, float] | None = None
         self._sampled_by = None if sampled_by is None else _TokenIndex(sampled_by)
+
+    def state(self) -> MismatchState:
+        """Return what :meth:`from_state` goes on from."""
+        sampled_by = None if self._sampled_by is None else self._sampled_by.tokens
+        return MismatchState(self.version, self.steps_measured, self._engine, sampled_by)
+
+    @classmethod
+    def from_state(cls, state: MismatchState) -> "MismatchSplit":
+        """Go on within a rollout batch."""
+        split = cls(state.version, state.sampled_by)
+        split.steps_measured, split._engine = state.steps_measured, state.engine
+        return split
 
     def measure(self, tokens: TokenRecord) -> dict[str, float]:
         """Return the metrics of the next step, whose tokens over all ranks these are."""
@@ -121,11 +148,15 @@ class MismatchSplit:
 
 
 class _TokenIndex:
-    """Finds tokens of a rollout batch by sequence and position."""
+    """Finds tokens of a rollout batch by sequence and position.
+
+    Attributes:
+        tokens: all of them.
+    """
 
     def __init__(self, tokens: TokenRecord) -> None:
         keys, order = _keys(tokens).sort()
-        self._keys, self._tokens = keys, select(tokens, order)
+        self._keys, self.tokens = keys, select(tokens, order)
 
     def find(self, tokens: TokenRecord) -> TokenRecord:
         wanted = _keys(tokens)
@@ -135,7 +166,7 @@ class _TokenIndex:
                 "MismatchSplit: expected every token of a step among those that were scored before "
                 "the first step; some are not, so sequence numbers or positions have changed"
             )
-        return select(self._tokens, rows)
+        return select(self.tokens, rows)
 
 
 def _keys(tokens: TokenRecord) -> Tensor:

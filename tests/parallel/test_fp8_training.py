@@ -85,15 +85,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(models: dict[str, str]) -> dict[str, Outcome]:
-    results = {}
-    for world_size in (1, 2):
-        cases = {name: case for name, case in CASES.items() if case.world_size == world_size}
-        by_rank = run_ranks(run_cases, world_size, models, cases, timeout_s=300)
-        for name in cases:
-            modules = [rank[name][0] for rank in by_rank]
-            results[name] = Outcome(modules, *by_rank[0][name][1:])
-    return results
+def alone(models: dict[str, str]) -> dict[str, Outcome]:
+    return run_all(models, 1)
+
+
+@pytest.fixture(scope="module")
+def two(models: dict[str, str]) -> dict[str, Outcome]:
+    return run_all(models, 2)
+
+
+def run_all(models: dict[str, str], world_size: int) -> dict[str, Outcome]:
+    """All cases of a number of ranks, in one set of processes."""
+    cases = {name: case for name, case in CASES.items() if case.world_size == world_size}
+    by_rank = run_ranks(run_cases, world_size, models, cases, timeout_s=300)
+    return {
+        name: Outcome([rank[name][0] for rank in by_rank], *by_rank[0][name][1:]) for name in cases
+    }
 
 
 def run_cases(
@@ -199,42 +206,46 @@ def relative(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str
     return {name: float((a[name] - b[name]).norm() / b[name].norm()) for name in b}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks"), [("dense", " TP2"), ("dense", " TP2 unsplit"), ("moe", " TP2")]
 )
 def test_two_tensor_parallel_ranks_compute_what_one_does(
-    outcomes: dict[str, Outcome], model: str, ranks: str
+    alone: dict[str, Outcome], two: dict[str, Outcome], model: str, ranks: str
 ) -> None:
     """Blocks are whole on both, so that the operands are the same; only sums are split.
 
     What is left is rounding, and where that moves an operand over the middle of two FP8 numbers,
     their distance.
     """
-    alone, two, plain = (outcomes[model + which] for which in ("", ranks, " plain"))
-    assert alone.gradients.keys() == two.gradients.keys() == plain.gradients.keys()
-    for name, weight in alone.products_see.items():
-        assert torch.equal(weight, two.products_see[name]), name
-    split, fp8 = (
-        relative(gradients, alone.gradients) for gradients in (two.gradients, plain.gradients)
+    whole, split, plain = alone[model], two[model + ranks], alone[f"{model} plain"]
+    assert whole.gradients.keys() == split.gradients.keys() == plain.gradients.keys()
+    for name, weight in whole.products_see.items():
+        assert torch.equal(weight, split.products_see[name]), name
+    by_split, by_fp8 = (
+        relative(gradients, whole.gradients) for gradients in (split.gradients, plain.gradients)
     )
-    for name in split:
-        assert split[name] < 0.02, name
+    for name in by_split:
+        assert by_split[name] < 0.02, name
         if "proj" in name:
-            assert fp8[name] > 2 * split[name], "FP8 itself moves gradients further"
+            assert by_fp8[name] > 2 * by_split[name], "FP8 itself moves gradients further"
 
 
-@pytest.mark.parametrize("layout", ["", " TP2"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param("alone", marks=pytest.mark.slow), pytest.param("two")]
+)
 @pytest.mark.parametrize("scales", ["power_of_two", "float32"])
 def test_the_engine_is_sent_the_weights_that_training_multiplies_with(
-    models: dict[str, str], outcomes: dict[str, Outcome], layout: str, scales: str
+    models: dict[str, str], request: pytest.FixtureRequest, ranks: str, scales: str
 ) -> None:
     from safetensors.torch import load_file
 
     from megatron.rl.rollout.transfer.weight_format import WeightFormat
     from megatron.rl.weights.block_fp8 import allocate_quantized, dequantize_weight
 
-    suffix = " float32" if scales == "float32" else ""
-    seen = outcomes["moe" + layout + suffix].products_see
+    outcomes: dict[str, Outcome] = request.getfixturevalue(ranks)
+    name = "moe TP2" if ranks == "two" else "moe"
+    seen = outcomes[name + (" float32" if scales == "float32" else "")].products_see
     bridge = WeightFormat("float32", "block_fp8", scales)  # type: ignore[arg-type]
     checkpoint = load_file(Path(models["moe"]) / "model.safetensors")
     assert seen.keys() == checkpoint.keys()
@@ -253,22 +264,34 @@ def test_the_engine_is_sent_the_weights_that_training_multiplies_with(
     assert quantized == 3 * (4 + 4 * 3)  # q k v o, and three of each of four experts
 
 
-def test_projections_and_experts_multiply_in_fp8_and_nothing_else(
-    outcomes: dict[str, Outcome],
-) -> None:
-    attention = ("self_attention.linear_proj", "self_attention.linear_qkv")
-    dense = ("mlp.linear_fc1", "mlp.linear_fc2")
-    experts = tuple(f"mlp.experts.local_experts.{e}.linear_fc{n}" for e in range(4) for n in (1, 2))
+ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv")
+MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 
-    def expected(mlp: tuple[str, ...], layers: range) -> list[list[str]]:
-        return [sorted(f"decoder.layers.{n}.{m}" for n in layers for m in (*attention, *mlp))]
 
-    assert outcomes["dense"].modules == expected(dense, range(3))
-    assert outcomes["moe"].modules == expected(experts, range(3))
-    assert outcomes["moe skipping"].modules == expected(experts, range(1, 2))
-    assert outcomes["moe plain"].modules == [[]]
+def experts(number: int) -> tuple[str, ...]:
+    """The linear layers of so many experts on a rank."""
+    return tuple(
+        f"mlp.experts.local_experts.{e}.linear_fc{n}" for e in range(number) for n in (1, 2)
+    )
+
+
+def in_layers(mlp: tuple[str, ...], layers: range) -> list[str]:
+    return sorted(f"decoder.layers.{n}.{m}" for n in layers for m in (*ATTENTION, *mlp))
+
+
+def test_projections_and_experts_multiply_in_fp8_and_nothing_else(two: dict[str, Outcome]) -> None:
+    assert two["dense TP2"].modules == [in_layers(MLP, range(3))] * 2
+    assert two["moe TP2"].modules == [in_layers(experts(2), range(3))] * 2
     # The second stage has two layers, of which the last one is the model's.
-    assert outcomes["PP2 skipping"].modules == 2 * expected(dense, range(1))
+    assert two["PP2 skipping"].modules == [in_layers(MLP, range(1))] * 2
+
+
+@pytest.mark.slow
+def test_the_same_on_one_rank_and_without_the_ends(alone: dict[str, Outcome]) -> None:
+    assert alone["dense"].modules == [in_layers(MLP, range(3))]
+    assert alone["moe"].modules == [in_layers(experts(4), range(3))]
+    assert alone["moe skipping"].modules == [in_layers(experts(4), range(1, 2))]
+    assert alone["moe plain"].modules == [[]]
 
 
 def load_into_fp8_parameters(rank: int, world_size: int, path: str) -> None:
@@ -298,5 +321,6 @@ def load_into_fp8_parameters(rank: int, world_size: int, path: str) -> None:
         assert torch.equal(loaded[name], parameter), name
 
 
+@pytest.mark.slow
 def test_masters_of_fp8_parameters_come_from_the_checkpoint(models: dict[str, str]) -> None:
     run_ranks(load_into_fp8_parameters, 1, models["moe"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.rl.metrics import gather_records, loss_metrics, staleness_metrics
-from megatron.rl.run_folder import MetricsLog
+from megatron.rl.metrics_log import MetricsLog
 from tests.unit.token_records import record
 
 LOG2 = math.log(2)

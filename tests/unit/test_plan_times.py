@@ -15,6 +15,8 @@ from megatron.rl.planning.run_plan import RunPlan, make_plan
 from tests.checkpoints import QWEN3_30B
 from tests.real_models import QWEN3_8B
 
+# Of the 8B and 30B recipes: 128 x 16 prompts of 256 tokens, and responses of 4096.
+TOKENS = 128 * 16 * (256 + 4096)
 RECIPES = Path(__file__).parents[2] / "examples" / "rl"
 
 
@@ -67,6 +69,21 @@ def test_full_recomputation_costs_a_third_more() -> None:
     full = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
     ratio = seconds(f"megatron.transformer={full}") / seconds()
     assert 1.25 < ratio < 4 / 3  # the head is not computed again
+
+
+def test_recomputing_a_part_costs_its_forward_products() -> None:
+    def seconds(*overrides: str) -> float:
+        plan = _plan(*overrides, recipe="qwen3_8b", model=QWEN3_8B)
+        return _phase(plan, "train").shares["matrix products"]
+
+    selective = "{{recompute_granularity: selective, recompute_modules: [{}]}}"
+    mlp = seconds(f"megatron.transformer={selective.format('mlp')}") - seconds()
+    # 36 MLPs of three matrices, for the tokens of 2048 sequences, on 8 GPUs at 0.4 of the peak.
+    flops = 2 * 36 * 3 * 4096 * 12288 * TOKENS
+    assert mlp == pytest.approx(flops / (0.4 * 989e12) / 8)
+    assert seconds(f"megatron.transformer={selective.format('layernorm')}") == seconds()
+    attention = seconds(f"megatron.transformer={selective.format('core_attn')}")
+    assert seconds() < attention < seconds() + mlp
 
 
 def test_experts_across_nodes_take_the_network() -> None:

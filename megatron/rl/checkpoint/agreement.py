@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator
 
+import torch
 import torch.distributed as dist
 
 from megatron.rl.errors import UserError
@@ -63,6 +64,13 @@ def all_ranks(condition: bool) -> bool:
     told: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(told, condition)
     return all(told)
+
+
+def any_rank(condition: bool) -> bool:
+    """Return whether the condition holds on some rank. Collective, and as cheap as that can be."""
+    flag = torch.tensor(int(condition))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def from_rank_0[Result](work: Callable[[], Result]) -> Result:

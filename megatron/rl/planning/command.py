@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from megatron.rl.config import Config, load_config
@@ -43,6 +44,8 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def _architecture(config: Config, model_config: str | None) -> Architecture:
     if model_config is not None:
+        if not os.path.isfile(model_config):
+            raise UserError(f"--model-config {model_config}: No such file")
         try:
             return parse_architecture(read_json_object(Path(model_config)))
         except UserError as error:

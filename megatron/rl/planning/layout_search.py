@@ -103,7 +103,8 @@ def _recomputations(config: Config, model: Architecture) -> list[dict[str, Any]]
     """Megatron's transformer settings: as they are, and with none, cheap and full recomputation."""
     given = config.megatron.transformer
     others = {name: value for name, value in given.items() if name not in _RECOMPUTE_FIELDS}
-    cheap = ["layernorm", "moe_act"] if model.is_moe else ["layernorm"]
+    # Without experts Transformer Engine's norms are parts of other modules.
+    cheap = ["layernorm", "moe_act"] if model.is_moe else ["mlp"]
     selective = {"recompute_granularity": "selective", "recompute_modules": cheap}
     options = [given, others, others | selective, others | _FULL]
     return [option for i, option in enumerate(options) if option not in options[:i]]

@@ -147,9 +147,8 @@ def plan_memory(config: Config, model: Architecture, cluster: Cluster) -> Memory
         phases = [PhaseMemory("train", train, limit), PhaseMemory("sync", kept | buckets, limit)]
         return MemoryPlan(placement, stages, None, 0, longest, tuple(phases), 0)
     engine = engine_memory(config, model)
-    beside = {"shared, in turn": kept, "shared, at once": train | buckets}.get(placement, {})
     fixed = _engine_parts(config, engine, cluster)
-    kv_cache = _kv_cache(config, limit, sum(fixed.values()), sum(beside.values()))
+    kv_cache = _kv_cache(config, limit, sum(fixed.values()))
     sampling = fixed | {"KV cache": max(0, kv_cache)}
     host = 0
     if placement == "shared, in turn":
@@ -194,10 +193,11 @@ def _engine_parts(config: Config, engine: EngineBytes, cluster: Cluster) -> dict
     return parts
 
 
-def _kv_cache(config: Config, limit: int, fixed: int, beside: int) -> int:
-    """KV cache that the engine gets: what is asked for, or what its share of the GPU leaves.
+def _kv_cache(config: Config, limit: int, fixed: int) -> int:
+    """KV cache that the engine takes: what is asked for, or what its share of the GPU leaves.
 
-    Negative where the engine's weights alone exceed its share.
+    Whatever else is on the GPU: where that much is not free, vLLM does not start
+    (``vllm.v1.worker.utils.request_memory``). Negative where the engine's weights alone exceed it.
     """
     rollout = config.rollout
     if rollout.kv_cache_gib is not None:
@@ -205,5 +205,4 @@ def _kv_cache(config: Config, limit: int, fixed: int, beside: int) -> int:
     if config.run.device == "cpu":
         return int(CPU_KV_CACHE_GIB * GIB)
     share = float(rollout.engine_args.get("gpu_memory_utilization", DEFAULT_UTILIZATION))
-    # vLLM profiles what is free, and takes no more than its share of the whole.
-    return min(int(share * limit) - fixed, limit - beside - fixed)
+    return int(share * limit) - fixed

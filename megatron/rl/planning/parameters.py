@@ -93,12 +93,16 @@ def active_parameters(model: Architecture) -> int:
 
 
 @functools.cache
-def layer_matmul_parameters(model: Architecture) -> int:
-    """Count the parameters of one layer that multiply a token: linear layers and the router."""
+def layer_matmul_parameters(model: Architecture, within: str = "") -> int:
+    """Count the parameters of one layer that multiply a token: linear layers and the router.
+
+    Args:
+        within: a part of the layer, by Megatron's name of it, for example ".mlp.".
+    """
     return sum(
         _whole_numel(rule) * (model.experts_per_token if rule.is_expert else 1)
         for rule in layer_rules(model)
-        if rule.join in _LINEAR_JOINS or ".router." in rule.local
+        if within in rule.local and (rule.join in _LINEAR_JOINS or ".router." in rule.local)
     )
 
 

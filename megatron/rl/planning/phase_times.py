@@ -21,7 +21,7 @@ from megatron.rl.planning.traffic import Traffic
 from megatron.rl.planning.training_memory import Workload, optimizer_bytes
 
 # A multiplication and an addition for each parameter; backward has two such products.
-_FORWARD, _FORWARD_AND_BACKWARD, _WITH_RECOMPUTATION = 1, 3, 4
+_FORWARD, _FORWARD_AND_BACKWARD = 1, 3
 # An optimizer step reads its tensors and the gradient, and writes most of them back.
 _OPTIMIZER_PASSES = 2.5
 # Into the bucket, out of it, and into the engine's own tensors.
@@ -79,10 +79,27 @@ def token_flops(model: Architecture, tokens: int, sequences: int) -> tuple[float
     return linear, attention
 
 
+@dataclass(frozen=True)
+class _Repeated:
+    """Share of the forward products that recomputation does a second time."""
+
+    linear: float
+    attention: float
+
+
+def _repeated(config: Config, model: Architecture) -> _Repeated:
+    recompute = Recompute.of(config.megatron.transformer)
+    if recompute.granularity == "full":
+        return _Repeated(1.0, 1.0)
+    linear = 0.0
+    if ("moe" if model.is_moe else "mlp") in recompute.modules:
+        linear = layer_matmul_parameters(model, ".mlp.") / layer_matmul_parameters(model)
+    return _Repeated(linear, float("core_attn" in recompute.modules))
+
+
 def _training(config: Config, model: Architecture, cluster: Cluster, traffic: Traffic) -> PhaseTime:
     layout, gpu, assumed = config.parallel, cluster.gpu, cluster.assumptions
-    full = Recompute.of(config.megatron.transformer).granularity == "full"
-    passes = _WITH_RECOMPUTATION if full else _FORWARD_AND_BACKWARD
+    repeated = _repeated(config, model)
     tokens = traffic.tokens * config.train.epochs
     linear, attention = token_flops(model, traffic.tokens, traffic.sequences)
     if training_precision(config).fp8:
@@ -94,8 +111,10 @@ def _training(config: Config, model: Architecture, cluster: Cluster, traffic: Tr
     head = 2.0 * model.vocab_size * model.hidden_size * traffic.response_tokens
     head *= config.train.epochs * _FORWARD_AND_BACKWARD
     ranks = layout.world_size
-    products = passes * tokens * linear / rate / ranks
-    products += (passes * tokens * attention + head) / wide / ranks
+    linear_passes = _FORWARD_AND_BACKWARD + repeated.linear
+    attention_passes = _FORWARD_AND_BACKWARD + repeated.attention
+    products = linear_passes * tokens * linear / rate / ranks
+    products += (attention_passes * tokens * attention + head) / wide / ranks
     if config.train.mismatch == "every_token":
         products += _FORWARD * traffic.tokens * (linear / rate + attention / wide) / ranks
     workload = Workload.of(config)

@@ -3,8 +3,10 @@
 
 Two tables, since two sets of modules are in use. That of the local modules (CPU) was read off the
 allocations of a real step and is compared with them in ``benchmarks/plan_memory.py``. That of
-Transformer Engine is read from its sources (LayerNormLinear, flash attention, GroupedLinear, fused
-SwiGLU) and was not measured.
+Transformer Engine is an expectation, neither measured nor read from its code: what the backward
+formulas of each module need (a norm fused with the product behind it, flash attention, grouped
+products, fused SwiGLU), in the precision that its products read. Which modules there are, and which
+of them recomputation drops, is Megatron-Core's (``gpt_layer_specs``, ``transformer_layer``).
 
 Letters: H hidden, A query columns (heads x head size), G key columns, F FFN columns, k experts a
 token.
@@ -120,12 +122,16 @@ def _engine_attention(model: Architecture, precision: TrainingPrecision) -> list
     hidden, (q, kv) = model.hidden_size, _columns(model)
     width = precision.weight_bytes
     into = FP8_ACTIVATION_BYTES if precision.fp8 else width
-    # In front of experts a norm is a module of its own, whose output the router keeps as it is.
-    second = width if model.is_moe else into
+    # Norms are parts of the products behind them, which "layernorm" does not reach. In front of
+    # experts a norm is a module of its own, whose output the router keeps as it is.
+    if model.is_moe:
+        second = Saved("second norm", hidden, "sequence", width, ("layernorm",))
+    else:
+        second = Saved("second norm", hidden, "sequence", into, ("mlp",))
     saved = [
         Saved("residuals", 2 * hidden, "sequence", width),
-        Saved("first norm", hidden, "sequence", into, ("layernorm",)),
-        Saved("second norm", hidden, "sequence", second, ("layernorm",)),
+        Saved("first norm", hidden, "sequence", into),
+        second,
         Saved("q, k, v", q + 2 * kv, "tensor", width),
         Saved("q, k after rotation", q + kv, "tensor", width),
         Saved("attention output", q, "tensor", width),

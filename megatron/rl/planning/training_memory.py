@@ -152,7 +152,8 @@ def optimizer_bytes(
         replicas = expert_replicas = 1
     share = parameters.dense / replicas + parameters.expert / expert_replicas
     if settings.get("optimizer_cpu_offload"):
-        share *= 1.0 - float(settings.get("optimizer_offload_fraction", 1.0))
+        # OptimizerConfig's default is 0, Megatron's command line has 1.
+        share *= 1.0 - float(settings.get("optimizer_offload_fraction", 0.0))
     return int(share * per_parameter)
 
 

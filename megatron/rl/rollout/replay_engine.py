@@ -48,15 +48,18 @@ class ReplayEngine:
             "heldout": self._records.numbers("heldout"),
         }
 
-    def skip(self, batches: int) -> None:
+    def skip(self, batches: int, evaluated: int | None = None) -> None:
         """Go on behind so many training batches, and the evaluations made before the last of them.
 
         Args:
             batches: from the first on; never fewer than are done already.
+            evaluated: the training batches before the newest evaluation that was made, -1 for none;
+                by default, so many that an evaluation behind the last batch is to come.
         """
+        evaluated = batches - 1 if evaluated is None else evaluated
         self._done = batches
         self._left["train"] = [n for n in self._left["train"] if n > batches]
-        self._left["heldout"] = [n for n in self._left["heldout"] if n >= batches]
+        self._left["heldout"] = [n for n in self._left["heldout"] if n > evaluated]
 
     def prompt_ids(self, number: int) -> NDArray[np.int64]:
         """Return the prompts of training batch ``number``, the next one; one id a group, or none.

@@ -152,6 +152,9 @@ class VLLMEngine:
                 if self._abort_requested.is_set():
                     handle.abort(running)
                 answer = handle.answer(running, "generate", limit_s, self._on_progress, take)
+            except BaseException:
+                handle.abort(running)  # nobody takes the rest: the process can end at once
+                raise
             finally:
                 self._running = None
             return float(answer.fields["generation_s"])

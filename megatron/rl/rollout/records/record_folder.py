@@ -33,6 +33,11 @@ RECORDS_FOLDER = "rollouts"
 _NAME = re.compile(r"(train|heldout)-(\d+)-engine(\d+)\.parquet")
 
 
+def record_name(info: RecordInfo) -> str:
+    """The name of a record's file."""
+    return f"{info.purpose}-{info.number:06d}-engine{info.engine}.parquet"
+
+
 class RecordWriter:
     """Writes one owner's files and removes its old ones. Close it: the last one may be under way.
 
@@ -56,6 +61,23 @@ class RecordWriter:
         self._wait()
         self._writing = self._thread.submit(self.write, record)
 
+    def forget(self, engine: int, engines: int, *, trained: int, evaluated: int) -> None:
+        """Remove what a run before this one has written of batches that this one makes again.
+
+        Args:
+            engine, engines: of this owner, and how many there are now; the first owner removes
+                what engines have written that there are no more.
+            trained: the last training batch that stays.
+            evaluated: the last held-out batch that stays; -1 for none.
+        """
+        last = {"train": trained, "heldout": evaluated}
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            match = _NAME.fullmatch(path.name)
+            if match is None or int(match[2]) <= last[match[1]]:
+                continue
+            if int(match[3]) == engine or (engine == 0 and int(match[3]) >= engines):
+                path.unlink()
+
     def close(self) -> None:
         """Wait for what is being written; raise UserError when it could not be."""
         self._thread.shutdown()
@@ -73,7 +95,7 @@ class RecordWriter:
             UserError: the disk is full, or the folder cannot be written to.
         """
         info = record.info
-        path = self._folder / f"{info.purpose}-{info.number:06d}-engine{info.engine}.parquet"
+        path = self._folder / record_name(info)
         partial = path.with_name(f".{path.name}.partial")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -190,6 +212,11 @@ class RecordFolder:
             # Behind the last sequence: left by a run that went on with fewer engines.
             if (parts and reached == total) or info.first_sequence != reached:
                 break
+            if parts and _row_shape(info) != _row_shape(parts[0][1]):
+                raise UserError(
+                    f"{path} is not of the same batch as {parts[0][0].name}: their groups, top-K "
+                    "entries or vocabularies differ"
+                )
             parts.append((path, info))
             reached += count_rows(path)
         if reached != total:
@@ -198,3 +225,13 @@ class RecordFolder:
                 f"that are there hold none from sequence {reached} on; one of them is missing"
             )
         return parts
+
+
+def _row_shape(info: RecordInfo) -> tuple[int, ...]:
+    """What the parts of a batch have to agree on to be joined."""
+    return (
+        info.batch_sequences,
+        info.samples_per_prompt,
+        info.vocab_size,
+        info.settings.top_logprobs,
+    )
