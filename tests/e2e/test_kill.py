@@ -45,14 +45,12 @@ def test_kills_at_random_moments_change_nothing(
         CONFIG.format(folder=tmp_path / "runs", model=model) + "checkpoint: {every: 1}\n"
     )
     records = finished[0].run_folder / "rollouts"
-    arguments = ("--config", config, "--records", records, "--kills", "5", "--seed", "8")
+    arguments = ("--config", config, "--records", records, "--kills", "4", "--seed", "8")
     output, notes = chaos(tmp_path / "chaos", *arguments)
     kills = [note for note in notes if note["kind"] == "kill"]
     runs = [note for note in notes if note["kind"] == "finished"]
-    assert len(kills) == 5 and runs and not any(note["faults"] for note in notes), output
+    assert len(kills) == 4 and runs and not any(note["faults"] for note in notes), output
     assert all(kill["steps"] - kill["saved"] <= 8 for kill in kills)
-    # A second call finds its kills done.
-    assert chaos(tmp_path / "chaos", *arguments)[1] == notes
 
 
 @pytest.mark.slow
