@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Qwen3-30B-A3B in Megatron's own loop, on 4 nodes of 8 GPUs: what a Megatron user types. The values
-# are those of qwen3_30b_fp8_e2e.yaml, in BF16. Not run on GPUs yet; --dry-run checks every
-# argument against Megatron, this project and the model's config.json, with no GPU at all. Where
-# there is no such file it prints the command.
+# Qwen3-30B-A3B in Megatron's own loop, on 4 nodes of 8 GPUs: what a Megatron user types. Layout,
+# engines, optimizer, loss and precision are those of qwen3_30b_fp8_rollout.yaml (with FP8=e2e those
+# of qwen3_30b_fp8_e2e.yaml); the task is one of reasoning-gym's, and benchmarks, doctor, plan and
+# Slurm are the recipe's alone. Not run on GPUs yet; --dry-run checks every argument against
+# Megatron, this project and the model's config.json, with no GPU at all. Where there is no such
+# file it prints the command.
 #
 #   MODEL=/path/to/Qwen3-30B-A3B-Base bash examples/rl/megatron_args_qwen3_30b.sh --dry-run
 #
 #   MODEL=/path/to/Qwen3-30B-A3B-Base    the starting policy
+#   FP8=e2e    FP8 in training too; needs Transformer Engine, also for the dry run
 #   NODES=4 GPUS_PER_NODE=8 NODE_RANK=0 MASTER_ADDR=... MASTER_PORT=29500    the cluster
 #   CHECKPOINTS=checkpoints/qwen3-30b    where Megatron saves, and resumes from
 #
@@ -45,8 +48,20 @@ parallel=(
     --tensor-model-parallel-size 4 --sequence-parallel
     --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-    --recompute-granularity selective
 )
+case ${FP8:-rollout} in
+    rollout) fp8=() ;;
+    e2e)
+        # Linear layers multiply in blocks of e4m3; the router pads experts' tokens for it.
+        fp8=(--fp8-format e4m3 --fp8-recipe blockwise --moe-router-padding-for-quantization)
+        # Block scales as --pdm-bridge-scales has them; read when Transformer Engine is imported.
+        export NVTE_FP8_BLOCK_SCALING_FP32_SCALES=0
+        ;;
+    *)
+        printf 'error: FP8 is %s; it may be rollout or e2e\n' "$FP8" >&2
+        exit 2
+        ;;
+esac
 # 128 x 16 sequences a rollout batch, 256 an optimizer step: 8 iterations on each batch.
 training=(
     --perform-rl-step
@@ -64,7 +79,10 @@ rollouts=(
     --pdm-task-name reasoning_gym/gsm_symbolic --pdm-task-exact true
     --pdm-rollout-max-prompt-tokens 2048 --pdm-rollout-max-response-tokens 8192
     --pdm-rollout-engines-per-node 2 --pdm-rollout-sleep true
-    --pdm-rollout-engine-args '{tensor_parallel_size: 4, enable_expert_parallel: true}'
+    --pdm-rollout-engine-args
+    '{tensor_parallel_size: 4, enable_expert_parallel: true, gpu_memory_utilization: 0.6}'
+    --pdm-rollout-max-num-seqs 256 --pdm-bridge-transport cuda_ipc
+    --pdm-bridge-quantization block_fp8 --pdm-bridge-scales power_of_two
 )
 loss=(
     --pdm-mask divergence --pdm-divergence topk_kl --pdm-direction uniform
@@ -72,7 +90,8 @@ loss=(
 )
 command=(
     "$root/examples/rl/train_rl.py" --pdm-device cuda
-    "${model[@]}" "${parallel[@]}" "${training[@]}" "${rollouts[@]}" "${loss[@]}" "${further[@]}"
+    "${model[@]}" "${parallel[@]}" "${fp8[@]}" "${training[@]}" "${rollouts[@]}" "${loss[@]}"
+    "${further[@]}"
 )
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1

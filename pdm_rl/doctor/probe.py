@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 60.0
+# A first import from a cold network disk, or on a busy machine, takes minutes.
+TIMEOUT_S = 300.0
 
 # Each prints one JSON object as its last line. Standard library alone, but for what it asks about.
 VERSIONS = """
