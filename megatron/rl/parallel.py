@@ -211,6 +211,8 @@ def join_ranks(layout: ParallelConfig, backend: str) -> None:
     """
     import torch
 
+    from megatron.rl.fresh_store import fresh_store
+
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != layout.world_size:
         raise UserError(
@@ -219,12 +221,13 @@ def join_ranks(layout: ParallelConfig, backend: str) -> None:
             f"{layout.world_size}"
         )
     store_file = os.environ.get("PDM_RL_STORE")
+    if store_file:
+        store: torch.distributed.Store = torch.distributed.FileStore(store_file, world_size)
+    else:
+        found = torch.distributed.rendezvous("env://", rank, world_size, timeout=layout.timeout)
+        store = fresh_store(next(found)[0], rank, world_size, layout.timeout)
     torch.distributed.init_process_group(
-        backend,
-        init_method=f"file://{store_file}" if store_file else "env://",
-        rank=rank,
-        world_size=world_size,
-        timeout=layout.timeout,
+        backend, store=store, rank=rank, world_size=world_size, timeout=layout.timeout
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import numpy as np
 import torch.distributed as dist
@@ -62,8 +62,6 @@ from megatron.rl.shared_gpus import SharedGpus
 from megatron.rl.step_metrics import gather_tokens, step_metrics
 from megatron.rl.stop_request import Preempted, StopRequest
 from megatron.rl.weights.bridge import WeightBridge
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -366,7 +364,7 @@ class RolloutSession:
         """End the engine of this rank and close the log. Safe to call twice."""
         self._exit.close()
 
-    def _on_engines(self, work: Callable[[Sampler], Result], version: int) -> Result | None:
+    def _on_engines[Result](self, work: Callable[[Sampler], Result], version: int) -> Result | None:
         """Do this rank's share of some sampling, with the weights of ``version``."""
         sampler = self._sampler
         return share_of_sampling(

@@ -2,19 +2,16 @@
 """Each engine does its share of some sampling, until all are done or the run is to stop."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from megatron.rl.exchange import Exchange
 from megatron.rl.rollout.errors import WeightsLost
 from megatron.rl.stop_request import Preempted, StopRequest
 
-Result = TypeVar("Result")
-
 # How far a rank's share is; the largest over the ranks decides what they do.
 _DONE, _TO_DO, _STOPPED = range(3)
 
 
-def share_of_sampling(
+def share_of_sampling[Result](
     work: Callable[[], Result] | None,
     exchange: Exchange,
     stop: StopRequest,

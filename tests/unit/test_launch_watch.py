@@ -2,16 +2,30 @@
 """How the launcher sees that ranks have ended, whoever told them to."""
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from megatron.rl.display import Display
 from megatron.rl.launch import _Rank, _Signals, _Watch
 from megatron.rl.rank import EXIT_UNSAVED
+
+
+@pytest.fixture(autouse=True)
+def no_endless_watch() -> Iterator[None]:
+    def fail(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError("the launcher does not see that the ranks have ended")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def watch(folder: Path, codes: Sequence[int]) -> int:
