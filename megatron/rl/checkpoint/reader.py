@@ -62,9 +62,7 @@ class FoundCheckpoint:
         read_shards(self.path, shards.tensors)
         for owned in shards.slices:
             owned.write_back()
-        steps = on_all_ranks(
-            lambda: read_object(read_file(self.path / POLICY_NAME), POLICY_NAME)
-        )
+        steps = on_all_ranks(lambda: read_object(read_file(self.path / POLICY_NAME), POLICY_NAME))
         set_optimizer_step(policy.optimizer, steps["optimizer_step"])
         policy.resume_schedule(steps["schedule_steps"])
         if self.manifest.layout == layout_sizes(policy.layout):
