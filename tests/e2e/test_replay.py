@@ -39,12 +39,12 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 
 def untimed(run: Run, kind: str) -> list[dict[str, Any]]:
-    """The metrics without those that depend on the clock, or on there being an engine."""
+    """The metrics without those of the clock, of memory, and of there being an engine."""
     return [
         {
             name: value
             for name, value in record.items()
-            if not name.startswith(("time/", "tokens_per_s", "bridge/"))
+            if not name.startswith(("time/", "tokens_per_s", "memory/", "bridge/"))
         }
         for record in run.metrics(kind)
     ]
