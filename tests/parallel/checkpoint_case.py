@@ -6,10 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from tests.parallel.policy_case import LOSS, build_policy, make_sequences
+from tests.parallel.policy_case import build_policy, make_sequences, packed
 
 STEPS_BEFORE = 3
 SETTINGS: dict[str, Any] = {
@@ -35,34 +34,11 @@ def policy_in(path: str, layout: dict[str, int], dtype: str, **settings: Any):  
 
 def train(policy, steps: int, first: int = 0) -> list[tuple[float, float, float]]:  # type: ignore[no-untyped-def]
     """Take steps, each on sequences of its own seed; return (lr, weight decay, gradient norm)."""
-    from megatron.core import parallel_state
-
-    from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
-    from megatron.rl.parallel import context_shard
 
     layout, taken = policy.layout, []
     for seed in range(first, first + steps):
         sequences = make_sequences(policy.architecture.vocab_size, seed)
-        plan = plan_micro_batches(
-            sequences.input_lengths,
-            np.arange(len(sequences)),
-            data_parallel=layout.data,
-            max_tokens=40,
-            count_multiple=layout.micro_batch_multiple,
-        )
-        batches = [
-            pack(
-                sequences,
-                members,
-                minibatch=MinibatchSize.of(sequences.response_lengths),
-                loss=LOSS,
-                pad_multiple=layout.tensor,
-                device=torch.device("cpu"),
-                context=context_shard(),
-            )
-            for members in plan[parallel_state.get_data_parallel_rank()]
-        ]
-        result = policy.train_step(batches)
+        result = policy.train_step(packed(sequences, layout))
         decay = max(group["weight_decay"] for group in policy.optimizer.param_groups)
         taken.append((result.learning_rate, decay, result.grad_norm))
     return taken

@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from tests.parallel.policy_case import LOSS, build_policy, make_sequences
+from tests.parallel.policy_case import build_policy, make_sequences, packed
 
 if TYPE_CHECKING:
     from megatron.rl.batch import MicroBatch
@@ -78,10 +77,8 @@ def train(path: str, layout: dict[str, int], dtype: torch.dtype, *, offload: boo
 def _make_policy(
     path: str, layout: dict[str, int], dtype: torch.dtype
 ) -> tuple[Policy, list[MicroBatch]]:
-    from megatron.core import parallel_state
 
-    from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
-    from megatron.rl.parallel import ParallelConfig, context_shard
+    from megatron.rl.parallel import ParallelConfig
 
     parallel = ParallelConfig(**layout)
     policy = build_policy(
@@ -95,26 +92,7 @@ def _make_policy(
         ddp={"overlap_grad_reduce": True},
     )
     sequences = make_sequences(policy.architecture.vocab_size)
-    plan = plan_micro_batches(
-        sequences.input_lengths,
-        np.arange(len(sequences)),
-        data_parallel=parallel.data,
-        max_tokens=40,
-        count_multiple=1,
-    )
-    batches = [
-        pack(
-            sequences,
-            members,
-            minibatch=MinibatchSize.of(sequences.response_lengths),
-            loss=LOSS,
-            pad_multiple=1,
-            device=policy.device,
-            context=context_shard(),
-        )
-        for members in plan[parallel_state.get_data_parallel_rank()]
-    ]
-    return policy, batches
+    return policy, packed(sequences, parallel)
 
 
 def _optimizers(policy: Policy) -> list[Any]:

@@ -57,6 +57,37 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
+def packed(  # type: ignore[no-untyped-def]
+    sequences, layout, *, members=None, max_tokens: int = 40, loss: PolicyLossConfig = LOSS
+):
+    """Return this rank's micro-batches of a minibatch: all sequences, or those of `members`."""
+    from megatron.core import parallel_state
+
+    from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
+    from megatron.rl.parallel import context_shard
+
+    members = np.arange(len(sequences)) if members is None else members
+    plan = plan_micro_batches(
+        sequences.input_lengths,
+        members,
+        data_parallel=layout.data,
+        max_tokens=max_tokens,
+        count_multiple=layout.micro_batch_multiple,
+    )
+    return [
+        pack(
+            sequences,
+            mine,
+            minibatch=MinibatchSize.of(sequences.response_lengths[members]),
+            loss=loss,
+            pad_multiple=layout.tensor if layout.sequence_parallel else 1,
+            device=torch.device("cpu"),
+            context=context_shard(),
+        )
+        for mine in plan[parallel_state.get_data_parallel_rank()]
+    ]
+
+
 def build_policy(  # type: ignore[no-untyped-def]
     path: str,
     layout: dict[str, int],
@@ -147,17 +178,15 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[Outcome] | 
 
 def _run_case(rank: int, case: Case) -> Outcome | None:
     """Run forward, backward and finalize on this rank."""
-    from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
 
-    from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
     from megatron.rl.model.architecture import read_architecture
     from megatron.rl.model.build import BuildOptions, build_model, parameter_naming
-    from megatron.rl.parallel import ParallelConfig, build_groups, context_shard
+    from megatron.rl.parallel import ParallelConfig, build_groups
     from megatron.rl.policy.head import FusedHead, ReferenceHead
     from megatron.rl.policy.step import forward_backward
     from megatron.rl.weights.gather import gather_hf_tensors
@@ -192,25 +221,7 @@ def _run_case(rank: int, case: Case) -> Outcome | None:
     if case.shuffle is not None:
         order = np.random.default_rng(case.shuffle).permutation(everyone)
         sequences, token_order = _reordered(sequences, order)
-    plan = plan_micro_batches(
-        sequences.input_lengths,
-        everyone,
-        data_parallel=layout.data,
-        max_tokens=case.micro_batch_tokens,
-        count_multiple=layout.micro_batch_multiple,
-    )[parallel_state.get_data_parallel_rank()]
-    batches = [
-        pack(
-            sequences,
-            members,
-            minibatch=MinibatchSize.of(sequences.response_lengths),
-            loss=case.loss,
-            pad_multiple=layout.tensor if layout.sequence_parallel else 1,
-            device=torch.device("cpu"),
-            context=context_shard(),
-        )
-        for members in plan
-    ]
+    batches = packed(sequences, layout, max_tokens=case.micro_batch_tokens, loss=case.loss)
     kind = {"fused": FusedHead, "reference": ReferenceHead}[case.head]
     head = kind(case.loss, architecture.vocab_size, TEMPERATURE)
     for chunk in wrapped:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import QWEN3, random_tensors, write_checkpoint
-from tests.parallel.policy_case import LOSS, TEMPERATURE, build_policy, make_sequences
+from tests.parallel.policy_case import TEMPERATURE, build_policy, make_sequences, packed
 from tests.parallel.spawn import run_ranks
 
 LAYOUTS = [{"data": 2}, {"context": 2}, {"tensor": 2}, {"pipeline": 2}]
@@ -35,10 +35,9 @@ def measure_steps(rank: int, world_size: int, path: str, layouts: list[dict[str,
 def _measure_steps(path: str, layout: dict[str, int]) -> Any:
     from megatron.core import parallel_state
 
-    from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
     from megatron.rl.metrics import gather_records
     from megatron.rl.mismatch import MismatchSplit
-    from megatron.rl.parallel import ParallelConfig, context_shard
+    from megatron.rl.parallel import ParallelConfig
     from megatron.rl.policy.model import is_last_stage
 
     parallel = ParallelConfig(**layout)
@@ -46,25 +45,7 @@ def _measure_steps(path: str, layout: dict[str, int]) -> Any:
     sequences = make_sequences(policy.architecture.vocab_size)
 
     def micro_batches(members: np.ndarray, max_tokens: int) -> list[Any]:
-        plan = plan_micro_batches(
-            sequences.input_lengths,
-            members,
-            data_parallel=parallel.data,
-            max_tokens=max_tokens,
-            count_multiple=parallel.micro_batch_multiple,
-        )
-        return [
-            pack(
-                sequences,
-                mine,
-                minibatch=MinibatchSize.of(sequences.response_lengths[members]),
-                loss=LOSS,
-                pad_multiple=parallel.tensor,
-                device=torch.device("cpu"),
-                context=context_shard(),
-            )
-            for mine in plan[parallel_state.get_data_parallel_rank()]
-        ]
+        return packed(sequences, parallel, members=members, max_tokens=max_tokens)
 
     def gathered(records: list[Any]) -> Any:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from tests.parallel.policy_case import (
     build_policy,
     float64_oracle,
     make_sequences,
+    packed,
 )
 from tests.parallel.spawn import run_ranks
 
@@ -52,10 +52,8 @@ def take_steps(
 
 
 def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torch.Tensor]]:
-    from megatron.core import parallel_state
 
-    from megatron.rl.batch import MinibatchSize, pack, plan_micro_batches
-    from megatron.rl.parallel import ParallelConfig, context_shard
+    from megatron.rl.parallel import ParallelConfig
 
     parallel = ParallelConfig(**layout)
     policy = build_policy(
@@ -70,27 +68,7 @@ def _take_step(path: str, layout: dict[str, int]) -> tuple[float, dict[str, torc
         optimizer={"adam_eps": ADAM_EPS},
     )
     sequences = make_sequences(policy.architecture.vocab_size)
-    everyone = np.arange(len(sequences))
-    plan = plan_micro_batches(
-        sequences.input_lengths,
-        everyone,
-        data_parallel=parallel.data,
-        max_tokens=40,
-        count_multiple=parallel.micro_batch_multiple,
-    )
-    batches = [
-        pack(
-            sequences,
-            members,
-            minibatch=MinibatchSize.of(sequences.response_lengths),
-            loss=LOSS,
-            pad_multiple=parallel.tensor,
-            device=torch.device("cpu"),
-            context=context_shard(),
-        )
-        for members in plan[parallel_state.get_data_parallel_rank()]
-    ]
-    result = policy.train_step(batches)
+    result = policy.train_step(packed(sequences, parallel))
     assert result.learning_rate == LEARNING_RATE
     return result.grad_norm, {name: tensor.clone() for name, tensor in policy.hf_tensors()}
 

@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+
+from megatron.rl.progress_bar import ProgressBar
 
 PLAIN_LINE_INTERVAL_S = 10.0
 
@@ -34,24 +35,12 @@ class EvalProgress:
         self._done_before = done
         self._clock = clock
         self._started = clock()
-        self._last_line = self._started
         self._bench = ""
         self._tokens_per_s: float | None = None
-        self._bar: Progress | None = None
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[status]}"),
-                console=self._console,
-                refresh_per_second=4,
-                transient=True,
-            )
-            self._task = self._bar.add_task("", total=problems, completed=done, status="")
+        self._bar = ProgressBar(self._console, PLAIN_LINE_INTERVAL_S, clock)
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.__enter__()
         return self
 
     def __exit__(
@@ -60,8 +49,7 @@ class EvalProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.__exit__(kind, error, trace)
 
     def note(self, text: str) -> None:
         """Say something that stays."""
@@ -86,17 +74,8 @@ class EvalProgress:
         self._draw()
 
     def _draw(self) -> None:
-        now = self._clock()
-        if self._bar is not None:
-            self._bar.update(
-                self._task,
-                description=self._bench,
-                completed=self._done,
-                status=self._status(now),
-            )
-        elif now - self._last_line >= PLAIN_LINE_INTERVAL_S:
-            self._last_line = now
-            self._console.print(f"{self._bench}  {self._status(now)}", markup=False)
+        status = self._status(self._clock())
+        self._bar.draw(self._bench, status, self._done, self._problems)
 
     def _status(self, now: float) -> str:
         parts = [f"{self._done}/{self._problems} problems"]
