@@ -231,7 +231,11 @@ if [[ $model == runs/tiny-model && -z ${MODEL:-} ]]; then
     "$python" tools/make_tiny_model.py --out "$model"
 fi
 if ((node == 0)); then
-    "${pdm_rl[@]}" doctor "${config[@]}"
+    # On a cluster the log records what was there; at a terminal only what is wrong matters.
+    shown=()
+    [[ $device != cpu ]] || shown=(--errors-only)
+    printf 'checking this machine\n'
+    "${pdm_rl[@]}" doctor "${config[@]}" "${shown[@]}"
     if [[ $device != cpu && ${PLAN:-on} != off ]]; then
         "${pdm_rl[@]}" plan "${config[@]}" "${card[@]}" || {
             (($? == 1)) || exit $USAGE

@@ -50,7 +50,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             option, action="append", default=[], dest=target, metavar=metavar, help="as of train"
         )
-    parser.add_argument("--json", action="store_true", help="print a JSON list of the findings")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print a JSON list of the findings")
+    shown.add_argument(
+        "--errors-only", action="store_true", help="print what is wrong, if anything"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     findings = []
     for finding in _findings(active, problem, config, asked_for_config=options.config is not None):
         findings.append(finding)
-        if not options.json:
+        if not options.json and (finding.level == "error" or not options.errors_only):
             print(finding.line(), flush=True)
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))

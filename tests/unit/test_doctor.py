@@ -57,6 +57,14 @@ def test_what_is_active_here() -> None:
     assert right == total and int(total) >= 10
 
 
+def test_errors_alone_are_printed_where_nothing_else_is_wanted(checkout: Path) -> None:
+    quiet = run(["-m", "pdm_rl", "doctor", "--errors-only"], ROOT)
+    assert (quiet.returncode, quiet.stdout) == (0, ""), quiet.stderr
+    wrong = run([str(BY_PATH), "doctor", "--errors-only"], checkout)
+    assert wrong.returncode == 1 and wrong.stdout.startswith("error ")
+    assert all(line.startswith("error ") for line in wrong.stdout.splitlines())
+
+
 def test_the_module_and_the_command_line_have_the_same_doctor() -> None:
     help_text = run(["-m", "megatron.rl.cli", "doctor", "--help"], ROOT)
     assert help_text.returncode == 0 and "can it run here?" in help_text.stdout
